@@ -129,7 +129,7 @@ def run(kind: str, where: str, vendor: str) -> list[float]:
             raise RuntimeError(done.stdout)
         events = json.loads(path.read_text())["traceEvents"]
     (kill,) = (event["ts"] for event in events if event["name"] == "kill")
-    updates = [e for e in events if e.get("cat") == "Loop._make_in_turn"]
+    updates = [e for e in events if e.get("cat") == "UpdateLoop._make"]
     times = sorted((e["ts"] + e["dur"] - kill) / 1e6 for e in updates)
     assert times[-1] > 1, f"no update later than {times[-1]} s after the kill"
     return times

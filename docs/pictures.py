@@ -78,7 +78,7 @@ accumulator/buffers.py
 agent2 | 260 655 190 92 | the agent of the node | nodes/agent.py | nodes/parts.py: \
 sending
 copies2 | 45 655 170 92 | two copies | shared memory | double_buffer.py
-agent3 | 550 385 195 92 | the agent | accumulator/ | remote_admission.py
+agent3 | 550 385 195 92 | the agent | accumulator/ | host_calls.py
 words3 | 550 515 195 92 | words of the host rank | step, round, records | \
 accumulator/protocol.py
 parts3 | 550 655 195 92 | the agent | nodes/parts.py: | collecting

@@ -7,6 +7,7 @@ others calls `Deadline.wait` (to poll), `Deadline.block` (for a call that blocks
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import numbers
@@ -19,7 +20,7 @@ from hpcaccum.errors import InvalidArgumentError, LostRankError, WaitTimeoutErro
 from hpcaccum.spans import blocks, traced, waits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 logger = logging.getLogger("hpcaccum")
 
@@ -49,7 +50,18 @@ MOVING_NAP = 20e-6
 
 # Seconds for which a call may block before it is looked whether all waits end.
 _LOOK = 0.25
+# Seconds to wait for an answer that usually is on its way, after an interruption or the
+# end of a limit, or for a message. A user who presses Ctrl-C must get the program back.
+_GRACE = 1.0
 
+
+class _Limits(threading.local):
+    """What limits the waits that a thread begins."""
+
+    outer: Deadline | None = None
+
+
+_limits = _Limits()
 # Of threads that wait, by identifier: their deadlines.
 _waits: dict[int, Deadline] = {}
 # Why no wait of this process can succeed any more, if so.
@@ -80,6 +92,11 @@ def nap_after(waited: float) -> float:
     return nap if nap < _LONGEST_NAP else _LONGEST_NAP
 
 
+def grace(what: object) -> Deadline:
+    """Return the limit of a wait for an answer that usually is on its way."""
+    return Deadline(_GRACE, what)
+
+
 class Deadline:
     """The time limit of one public call.
 
@@ -102,6 +119,8 @@ class Deadline:
         self.what, self.waited = what, 0.0
         self._begun = time.monotonic()
         self._limit = _seconds(timeout)
+        if (outer := _limits.outer) is not None:
+            self.what, self._limit = outer.what, min(self._limit, outer.remaining)
         self._next_warning = FIRST_WARNING
 
     @property
@@ -236,16 +255,40 @@ class Deadline:
 
         self.block(attempt, missing)
 
+    def extended(self) -> Deadline:
+        """Return the limit of what is looked at once, also if no time is left."""
+        return Deadline(max(self.remaining, _GRACE), self.what)
+
+    @contextlib.contextmanager
+    def limits(self) -> Iterator[None]:
+        """Let waits that this thread begins in the block be part of this one."""
+        before, _limits.outer = _limits.outer, self
+        try:
+            yield
+        finally:
+            _limits.outer = before
+
+    def ask(self, missing: Callable[[], str]) -> str:
+        """Return what is waited for; who does not answer, if others must be asked."""
+        try:
+            with grace(self.what).limits():
+                return missing()
+        except WaitTimeoutError as error:
+            return error.missing
+
     def _end_lost(self) -> None:
         raise LostRankError(f"{self.what}: {_reasons[0]}")
 
     def _check_limit(self, missing: Callable[[], str]) -> None:
         if self.expired:
-            raise WaitTimeoutError(self._message(missing()))
+            text = self.ask(missing)
+            error = WaitTimeoutError(self._message(text))
+            error.missing = text
+            raise error
 
     def _warn(self, missing: Callable[[], str]) -> None:
         if self.elapsed > self._next_warning:
-            logger.warning("%s", self._message(missing()))
+            logger.warning("%s", self._message(self.ask(missing)))
             self._next_warning *= 2
 
     def _until_next_warning(self) -> float:

@@ -32,7 +32,13 @@ class DisagreementError(ValueError):
 
 
 class WaitTimeoutError(TimeoutError):
-    """Raised when a wait exceeds its timeout; the message names the missing ranks."""
+    """Raised when a wait exceeds its timeout; the message names the missing ranks.
+
+    Attributes:
+        missing: What was waited for.
+    """
+
+    missing = ""
 
 
 class EverybodyLeftError(WaitTimeoutError):

@@ -207,7 +207,8 @@ def _recorded(
     deadline: Any, missing: Callable[[], str], label: Label, recorder: Recorder
 ) -> Iterator[_Wait]:
     """Record a wait in the block, unless it is over at the first look."""
-    wait, begin, before = _Wait(missing), clock(), deadline.waited
+    wait = _Wait(functools.partial(deadline.ask, missing))
+    begin, before = clock(), deadline.waited
     try:
         yield wait
     finally:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from hpcaccum.arguments import seconds
 from hpcaccum.errors import RESTART, InvalidArgumentError
-from hpcaccum.mpi import AtomicWords, Freeable, group_of
+from hpcaccum.mpi import Freeable, group_of
+from hpcaccum.nodes import words_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -85,7 +86,7 @@ class Stopping(Freeable):
         limit = group.agree("Stopping", check, lambda _: {"signals": bool(signals)})
         self._requests = Requests(limit, group.lost, signals=signals)
         # The status, 0 if no rank was asked; and the step after which all stop.
-        self._words = AtomicWords(group, 0, 2)
+        self._words = words_of(group, 0, 2, "Stopping")
         self._status = 0
         self._register(group, group.label("Stopping"))
 

@@ -18,8 +18,8 @@ from unittest import mock
 
 import numpy as np
 
-from hpcaccum.accumulator import batch, sparse, writer
-from hpcaccum.accumulator.state import Record
+from hpcaccum import deadline
+from hpcaccum.accumulator import batch, sparse
 from hpcaccum.mpi.talk import control
 from hpcaccum.nodes import Agent, transfer
 from hpcaccum.server import (
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 _LIMITS: dict[str, tuple[Any, str]] = {
     # Seconds after which a rank asks whether those that it waits for come at all.
     "patience": (control, "_PATIENCE"),
-    # Seconds for which an interrupted call waits for the answer of an agent; for which
-    # a take waits for sums of other nodes, also with less time left.
-    "grace": (writer, "_GRACE"),
+    # Seconds for which an interrupted call, or a message, waits for the answer of an
+    # agent; for which a take waits for sums of other nodes, also with less time left.
+    "grace": (deadline, "_GRACE"),
     "sums": (batch, "_LEAST_SECONDS"),
     # Bytes of which agents send a vector at a time, and up to which ranks send it with
     # their request.
@@ -96,14 +96,18 @@ def admit(accumulator: Any, local_step: int = 0) -> Callable[[Any], None]:
     Of an accumulator of float64 vectors of 2, to which this rank gives nothing else.
     """
     protocol, storage = accumulator._protocol, accumulator._storage
-    receipt, parity, _ = protocol.admit(np.zeros(2), local_step)
-    assert receipt
-    protocol.words.flush()
+    shared, offer = accumulator._shared, protocol.shapes.offer(np.zeros(2))
+    calls, fresh = shared.calls, ((0, False), (0, False))
+    if calls is None or calls.near:
+        rank, find = shared.group.rank, fresh.__getitem__
+        admitted = protocol.admit(rank, local_step, lambda: offer, find)
+    else:
+        admitted = calls.admit(local_step, offer, fresh, None, None).result()
+    assert admitted.accepted
 
     def write(gradient: Any) -> None:
-        storage.write(parity, 0, np.array(gradient, float), True)
-        protocol.put_record(parity, Record(0, 1, 0, 0), None)
-        protocol.end_intent()
+        storage.write(admitted.parity, 0, np.array(gradient, float), True)
+        shared.writer._arrive(admitted)
 
     return write
 
@@ -141,8 +145,14 @@ def before_records(owner: Any, call: Callable[[], object]) -> Any:
         owner: An accumulator, or an initialized SyncReplicasOptimizer.
         call: Makes the gradient, which is admitted, a lost one if it raises.
     """
-    protocol = _accumulator(owner)._protocol
-    return _before(protocol, "put_record", lambda *_: call())
+    accumulator = _accumulator(owner)
+    shared, mine = accumulator._shared, accumulator._shared.group.rank
+    if shared.calls is None or shared.calls.near:
+        # The agent may publish those of other ranks.
+        return _before(
+            accumulator._protocol, "arrive", lambda rank, _: rank == mine and call()
+        )
+    return _before(shared.writer, "_arrive", lambda _: call())
 
 
 def _accumulator(owner: Any) -> Any:
@@ -214,7 +224,6 @@ def admit_update(optimizer: Any) -> Callable[[], None]:
     def put() -> None:
         queue.put(0, rank)
         queue.end_intent(rank)
-        queue.words.flush()
 
     return put
 

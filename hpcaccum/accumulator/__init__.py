@@ -4,7 +4,7 @@
 `VectorAccumulator` are handles (`handle`) to the state in `shared`.
 
 A gradient: `writer` has it admitted by the `protocol`, or by an agent if the words are
-    on another node (`remote_admission`), and writes it to one of the rank's `buffers`
+    on another node (`host_calls`), and writes it to one of the rank's `buffers`
     in the `storage` or `row_storage`. `one_thread` lets the threads of a rank write in
     turn.
 A take: `taker` closes the round, and a `batch` has the gradients that are summed.

@@ -12,7 +12,7 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.overlap import overlap, same_elements
 
 if TYPE_CHECKING:
-    from hpcaccum.accumulator.protocol import AdmissionProtocol
+    from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted
     from hpcaccum.accumulator.state import Record
     from hpcaccum.accumulator.storage import Storage
     from hpcaccum.dtypes import Array
@@ -51,35 +51,8 @@ class RankBuffers:
         self._lent: dict[int, Lent] = {}
         self._slots: dict[int, Array] = {}
 
-    def record(self, parity: int) -> Record | None:
-        """Return this rank's record of the open round, which has this parity."""
-        if parity != self._last_parity:
-            # The other parity was open in between, so this record was cleared.
-            self.note(parity, None)
-        elif self._records[parity] and not self._protocol.holds_gradient(parity):
-            # The parity may have changed twice since this rank's last gradient.
-            self._records[parity] = None
-        return self._records[parity]
-
-    def note(self, parity: int, record: Record | None) -> None:
-        """Note this rank's record of the open round, which has this parity."""
-        self._records[parity], self._last_parity = record, parity
-
-    def choose(self, array: Any, slot: int | None, parity: int) -> tuple[int, bool]:
-        """Choose a buffer that no round holds.
-
-        Returns:
-            The buffer, and whether the gradient is in it already.
-        """
-        if self.is_in(array, slot):
-            assert slot is not None
-            return slot, True
-        free = self.free_for(slot, parity)
-        self.take_back(free[0])
-        return free[0], False
-
     def is_in(self, array: Any, slot: int | None) -> bool:
-        """Whether a gradient is in its buffer already; ``slot`` as for `choose`."""
+        """Whether a gradient is in its buffer already: in ``slot``, and all of it."""
         return slot is not None and same_elements(array, self._lent[slot].array)
 
     def free_for(self, slot: int | None, parity: int) -> list[int]:
@@ -93,9 +66,10 @@ class RankBuffers:
             free.sort(key=self._lent.__contains__)
         return free
 
-    def settle(self, parity: int, record: Record, slot: int | None, step: int) -> None:
-        """Note this rank's record; take back the slots of the calling thread."""
-        self._records[parity], self._steps[parity] = record, step
+    def settle(self, admitted: Admitted, slot: int | None) -> None:
+        """Note a gradient in the open round; take back slots of the calling thread."""
+        parity = self._last_parity = admitted.parity
+        self._records[parity], self._steps[parity] = admitted.record, admitted.step
         if self._lent:
             for index in self._lent.keys() - self._of_others(slot):
                 self.take_back(index)

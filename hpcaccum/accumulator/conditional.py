@@ -48,15 +48,15 @@ class ConditionalAccumulator(Accumulator):
         name: For messages.
         reduction_type: ``"MEAN"`` (of all gradients accumulated) or ``"SUM"``.
         comm: Communicator of the ranks; COMM_WORLD by default.
-        host: The rank that holds the step, and the sums of ``storage="sum"``.
+        host: The rank on whose node are the step, and the sums of ``storage="sum"``.
         capacity: Maximum number of elements of a gradient; needed if the shape is not
             fixed.
         storage: ``"slots"``: two buffers per rank, on its own node, summed in rank
             order on each node, then in the order of the nodes: the same bits in any
             order of arrival. Several gradients of one rank in one round are added in
             the order in which that rank applied them; its threads must fix that order
-            themselves. ``"sum"``: two sums on the host rank, which take less memory, in
-            the order of arrival; between nodes every gradient is sent.
+            themselves. ``"sum"``: two sums on the host's node, which take less memory,
+            in the order of arrival; between nodes every gradient is sent.
         workers: How many ranks contribute gradients, all by default. If not all do, the
             host rank does not. Quorums shrink when ranks leave; after this number of
             ranks has left, takes raise EverybodyLeftError.

@@ -107,8 +107,10 @@ class Accumulator(Freeable):
         deadline = Deadline(timeout, f"{self._name}: take_grad({required})")
         # A take would wait for a gradient that this rank has not completed.
         self._shared.writer.finish(deadline)
-        return self._shared.taker.take(
-            required, deadline, lambda closed: reduce(closed, deadline)
+        return self._shared.take(
+            required,
+            deadline,
+            lambda closed: reduce(closed, deadline),
         )
 
     def _required(self, num_required: SupportsIndex) -> int:

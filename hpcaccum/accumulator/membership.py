@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
     from hpcaccum.mpi import AtomicWords
 
-# The word of a rank. It changes once, from 0; that of a rank that comes back, again.
-_PRESENT, _LEFT, _COMES_BACK, _LOST = range(4)
+# The word of a rank. It changes once, from 0; that of a rank that comes back, again. A
+# rank itself says that it is broken, others say that it is dead.
+_PRESENT, _LEFT, _COMES_BACK, _BROKEN, _DEAD = range(5)
 
 
 class Membership:
@@ -42,7 +43,6 @@ class Membership:
         self, words: AtomicWords, base: int, rank: int, size: int, workers: int
     ) -> None:
         self._words, self._base, self._rank, self._size = words, base, rank, size
-        self._own = base + 1 + rank
         self.workers, self.has_left, self.comes_back = workers, False, False
         # Those that never contribute.
         self._others = {words.root} if workers < size else set()
@@ -74,7 +74,11 @@ class Membership:
 
     def lost(self) -> list[int]:
         """Return the ranks that are lost."""
-        return [rank for rank, state in enumerate(self._states()) if state == _LOST]
+        return [rank for rank, state in enumerate(self._states()) if state >= _BROKEN]
+
+    def dead(self) -> list[int]:
+        """Return the ranks that others have given up."""
+        return [rank for rank, state in enumerate(self._states()) if state == _DEAD]
 
     def present(self) -> set[int]:
         """Return the ranks that may still contribute."""
@@ -108,17 +112,18 @@ class Membership:
             raise InvalidArgumentError(
                 f"rank {self._rank} has left and can {verb} no more gradients"
             )
-        self.check_counts()
+        self.check_counts(self._rank)
 
-    def check_counts(self) -> None:
-        """Raise LostRankError if the others have given this rank up.
+    def check_counts(self, rank: int) -> None:
+        """Raise LostRankError if the others have given a rank up.
 
-        It was cut off, or stopped. Where it costs a message, its next wait tells it.
+        It was cut off, or stopped. On another node, the agent of the root's tells it.
         """
-        if self._words.peek(self._own) == _LOST and self._broken is None:
+        words = self._words
+        if words.direct and words.peek(self._base + 1 + rank) == _DEAD:
             raise LostRankError(
-                f"rank {self._rank} was cut off, or stopped: the other ranks have "
-                f"given it up and go on without it"
+                f"rank {rank} was cut off, or stopped: the other ranks have given it "
+                f"up and go on without it"
             )
 
     def leave(self) -> None:
@@ -129,20 +134,24 @@ class Membership:
 
     def lose(self, error: BaseException) -> None:
         """Give this rank up, because of an exception in the middle of a call."""
-        self._broken = self._broken or error
-        if not self.has_left:
-            self.has_left = True
-            self._set(_LOST)
+        left = self.has_left
+        self.end(error)
+        if not left:
+            self._set(_BROKEN)
+
+    def end(self, error: BaseException) -> None:
+        """Note why this rank can do no more; others know it, or learn it elsewhere."""
+        self._broken, self.has_left = self._broken or error, True
 
     def lose_rank(self, rank: int) -> None:
         """Give another rank up, whose process has died; by one rank."""
         for state in (_PRESENT, _COMES_BACK):
-            self._words.compare_and_swap(self._base + 1 + rank, state, _LOST)
+            self._words.compare_and_swap(self._base + 1 + rank, state, _DEAD)
         # Also if it had left: it may have died before it counted that.
         self._words.fetch_add(self._base, 1)
 
     def _set(self, state: int) -> None:
-        self._words.write(self._own, state)
+        self._words.write(self._base + 1 + self._rank, state)
         self._words.fetch_add(self._base, 1)
 
     def some_come_back(self) -> bool:

@@ -21,13 +21,17 @@ lost, and the take leaves it out.
 A take first writes to CLOSED what it is about to close. If it fails, the next take
 finds there what is left to do: a round that was closed and not reduced is reduced then.
 
+All words are on the node of the host, and are changed by its ranks only. For a rank of
+another node, the agent of that node does what the rank would do, by the same functions:
+see `host_calls`.
+
 `AdmissionProtocol` has the words and what writers do with them; `taker` has what takes
 do. The protocol is model-checked: tests/model/accumulator.pml.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpcaccum.accumulator.membership import Membership
 from hpcaccum.accumulator.receipts import Counters, Receipt
@@ -39,20 +43,21 @@ from hpcaccum.accumulator.shapes import (
     ShapeTable,
 )
 from hpcaccum.accumulator.state import Packing, Record, State
+from hpcaccum.accumulator.storage import Sums
 from hpcaccum.accumulator.ticket_lock import TicketLock
 from hpcaccum.accumulator.word_layout import WordLayout
 from hpcaccum.errors import InvalidArgumentError, format_ranks
-from hpcaccum.mpi import AtomicWords
-from hpcaccum.spans import traced
+from hpcaccum.nodes import words_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpcaccum.accumulator.settings import Settings
-    from hpcaccum.mpi import Group
+    from hpcaccum.accumulator.shapes import Offer
+    from hpcaccum.mpi import AtomicWords, Group
 
-# The receipt of a gradient, the parity of its round, the number of the round's shape.
-Admitted = tuple[Receipt, int, int]
+# A buffer, and whether the gradient is in it already.
+Fresh = tuple[int, bool]
 
 # Writes to STATE must not invalidate the cache line of other words.
 _FIXED = WordLayout()
@@ -66,14 +71,39 @@ CLOSED = _FIXED.take()
 _NUM_LOST = _FIXED.take()
 # The words of `Membership`. The first one follows the others: one read covers them.
 MEMBERS = _FIXED.count
-# Rounds that a rank may have missed since its last gradient.
-_MOST_ROUNDS = 1000
 # The intents of two ranks are on different cache lines.
 _APART = 8
 
 
+class Admitted(NamedTuple):
+    """What became of a gradient.
+
+    Attributes:
+        accepted: None if it can be neither admitted nor dropped at the moment.
+        local_step: The step at which it was computed.
+        step: The step when it arrived.
+        parity: Of the open round.
+        before: What its rank had in the round; None if nothing.
+        record: What it has, once the gradient is in place.
+        complete: Whether it was admitted, is in place and counted. If it was admitted
+            and is not in place, its rank still has an open intent.
+    """
+
+    accepted: bool | None
+    local_step: int
+    step: int
+    parity: int
+    before: Record | None = None
+    record: Record | None = None
+    complete: bool = False
+
+    def receipt(self) -> Receipt:
+        """Return the receipt."""
+        return Receipt(bool(self.accepted), self.local_step, self.step)
+
+
 class AdmissionProtocol:
-    """The words of one accumulator on its root, and the admission of gradients.
+    """The words of one accumulator, and the admission of gradients.
 
     Collective.
 
@@ -93,6 +123,8 @@ class AdmissionProtocol:
     def __init__(self, group: Group, settings: Settings, what: str) -> None:
         rank, n = group.rank, group.size
         self._what, self._rank, self._size = what, rank, n
+        # Whether a rank that adds a gradient spoils no more than its own sum.
+        self._apart = settings.storage != Sums.name
         self.packing = Packing(shaped=not settings.has_one_shape)
         layout = WordLayout(after=_FIXED)
         members = layout.take(Membership.words(n))
@@ -102,16 +134,12 @@ class AdmissionProtocol:
         counters = layout.take(Counters.words(n))
         limit = self.packing.max_shapes
         table = layout.take(ShapeTable.words(limit))
-        self.words = words = AtomicWords(group, settings.host, layout.count)
+        self.words: AtomicWords = words_of(group, settings.host, layout.count, what)
+        words = self.words
         self.membership = Membership(words, members, rank, n, settings.workers)
-        self.take_lock = TicketLock(words, lock, rank, n, self.membership.lost, what)
-        self.counters = Counters(words, counters, rank, n)
+        self.take_lock = TicketLock(words, lock, n, self.membership.dead)
+        self.counters = Counters(words, counters, n)
         self.shapes = _policy(settings, what, ShapeTable(words, table, limit))
-        # Where reading STATE costs a round trip, the first guess is made from the last
-        # state seen, and from the one that admitted this rank's last gradient.
-        self._seen = self._joined = self.packing.unpack(0)
-        # This rank's intent: 0, or 1 and the parity of a round.
-        self._intent = 0
 
     def state(self) -> State:
         """Return the state now."""
@@ -146,125 +174,109 @@ class AdmissionProtocol:
 
     # Admission
 
-    @traced("admission", lambda _, admitted: admitted[0].shown() if admitted else {})
     def admit(
-        self, grad: Any, local_step: int, only: int | None = None
-    ) -> Admitted | None:
-        """Admit a gradient to the open round, or find it stale.
+        self,
+        rank: int,
+        local_step: int,
+        offer: Callable[[], Offer],
+        fresh: Callable[[int], Fresh | None],
+        *,
+        only: int | None = None,
+        keep: Callable[[int], None] | None = None,
+    ) -> Admitted:
+        """Admit a gradient of a rank to the open round, or drop it.
 
-        `end_intent` comes when the gradient has arrived, or if it was not admitted.
+        On the host's node only. If the gradient is admitted and not in its buffer,
+        `arrive` comes when it is.
 
         Args:
-            grad: The gradient, which only the shape policy reads.
+            rank: Which has no other gradient on its way.
             local_step: The step at which the gradient was computed.
+            offer: Returns what the shape policy needs to know of it.
+            fresh: Returns the first buffer that the rank has for a round, by parity.
             only: Parity to which the gradient may be admitted, if not to both.
-
-        Returns:
-            None if the parity that is open is not ``only``.
+            keep: Has an agent keep a copy of what is in a buffer.
 
         Raises:
             InvalidArgumentError: If the shape does not fit, or the round is full.
         """
-        fresh = self.words.direct
-        state = self.state() if fresh else self._guess(local_step)
+        word, offered = self.words.read(STATE), None
         while True:
-            shape = self._shape_if_admissible(grad, local_step, state)
-            if shape is not None and only in (None, state.parity):
-                self._intend(state.parity)
-                word, after = self.packing.pack(state), state.admitted(shape)
-                found = self.words.compare_and_swap(
-                    STATE, word, self.packing.pack(after)
-                )
-                if found == word:
-                    self._joined, self._seen = state, after
-                    return Receipt(True, local_step, state.step), state.parity, shape
-                state, fresh = self.packing.unpack(found), True
-            elif fresh:
-                self._seen = state
-                return self._refuse(grad, local_step, state)
-            else:
-                # Reject only on a fresh read of STATE, never on a guess.
-                state, fresh = self.state(), True
+            state = self.packing.unpack(word)
+            step, parity = state.step, state.parity
+            if local_step < step:
+                self.counters.count(rank, False, step - local_step)
+                return Admitted(False, local_step, step, parity)
+            offered = offered or offer()
+            shape = self._shape_of(offered, state)
+            index = self.record_index(parity, rank)
+            # Only its rank changes it, and a take before the round is open.
+            held, place = self.words.peek(index), fresh(parity)
+            if only not in (None, parity) or not (held or place):
+                return Admitted(None, local_step, step, parity)
+            self._set_intent(rank, 1 + parity)
+            new = self.packing.pack(state.admitted(shape))
+            found = self.words.compare_and_swap(STATE, word, new)
+            if found == word:
+                break
+            self.end_intent(rank)
+            word = found
+        if held:
+            before: Record | None = Record.of(held)
+            record = Record.of(held).written()._replace(shape=shape)
+            complete = False
+        else:
+            assert place is not None
+            complete, copied = place[1] and self._apart, keep is not None
+            before, record = None, Record(place[0], 1, 0, shape, int(copied))
+            if keep is not None:
+                keep(place[0])
+        admitted = Admitted(True, local_step, step, parity, before, record, complete)
+        if complete:
+            self.arrive(rank, admitted)
+        elif before or not self._apart:
+            adding = record._replace(number=record.number - 1, adding=1)
+            self.words.write(index, adding.word())
+        return admitted
 
-    def _guess(self, local_step: int) -> State:
-        """Return what STATE probably is when a rank has a gradient of a step.
-
-        Ranks often come in the same order as in the round before.
-        """
-        seen, last = self._seen, self._joined
-        rounds = local_step - seen.step
-        # A step far ahead is one that is to be accepted in any case.
-        if 0 < rounds <= _MOST_ROUNDS:
-            parity = (seen.parity + rounds) & 1
-            return last._replace(step=local_step, parity=parity)
-        if last.step == seen.step or last.waiting != seen.waiting:
-            return seen
-        later = min if seen.waiting else max
-        return seen._replace(number=later(seen.number, last.number))
-
-    def _shape_if_admissible(
-        self, grad: Any, local_step: int, state: State
-    ) -> int | None:
-        """Return the number of the gradient's shape; None if it is not admitted."""
-        if local_step < state.step or self.is_full(state):
-            return None
-        return self.shapes.number(grad, state.shape)
-
-    def is_full(self, state: State) -> bool:
-        """Return whether the open round has no room for one more gradient."""
-        return state.number >= self.packing.max_count and not state.waiting
-
-    def _refuse(self, grad: Any, local_step: int, state: State) -> Admitted | None:
-        """Return or raise the reason why a gradient is not admitted to ``state``."""
-        if local_step < state.step:
-            return Receipt(False, local_step, state.step), state.parity, 0
-        if self.shapes.number(grad, state.shape) is None:
-            raise self.shapes.misfit(grad, state.shape)
-        if self.is_full(state):
+    def _shape_of(self, offer: Offer, state: State) -> int:
+        """Return the number of a gradient's shape, if it may join the open round."""
+        shape = self.shapes.number(offer, state.shape)
+        if shape is None:
+            raise self.shapes.misfit(offer, state.shape)
+        if state.number >= self.packing.max_count and not state.waiting:
             raise InvalidArgumentError(
                 f"{self._what}: a round holds at most {self.packing.max_count} "
                 f"gradients; take them first"
             )
-        return None
+        return shape
 
-    def is_stale(self, local_step: int, *, ask: bool) -> bool:
-        """Return whether a gradient is stale, by the last word seen.
+    def arrive(self, rank: int, admitted: Admitted) -> None:
+        """Publish that a gradient is in place; on the host's node only.
 
-        Args:
-            local_step: The step at which the gradient was computed.
-            ask: Read STATE first, also where that costs a round trip.
+        Raises:
+            LostRankError: If its rank was given up; the round may be over without it.
         """
-        if ask or self.words.direct:
-            self._seen = self.state()
-        return local_step < self._seen.step
+        self.membership.check_counts(rank)
+        # First: a gradient that was taken is in the counts.
+        self.counters.count(rank, True, admitted.step - admitted.local_step)
+        self.put_record(rank, admitted.parity, admitted.record)
+        self.end_intent(rank)
+
+    def abandon(self, rank: int, admitted: Admitted) -> None:
+        """Publish that a gradient was admitted and does not come; as `arrive`."""
+        self.membership.check_counts(rank)
+        self.put_record(rank, admitted.parity, admitted.before)
+        self.end_intent(rank)
 
     # Intents
 
-    def _intend(self, parity: int) -> None:
-        """Publish that this rank tries to join the round of a parity."""
-        if self._intent != 1 + parity:
-            index = self._intents + _APART * self._rank
-            self.words.store_unordered(index, 1 + parity, self._intent)
-            self._intent = 1 + parity
+    def _set_intent(self, rank: int, word: int) -> None:
+        self.words.store_unordered(self._intents + _APART * rank, word)
 
-    def end_intent(self) -> None:
-        """Publish that nothing of this rank is on its way to a round."""
-        if self._intent:
-            index = self._intents + _APART * self._rank
-            self.words.store_unordered(index, 0, self._intent)
-            self._intent = 0
-
-    def intend_for(self, rank: int, parity: int) -> None:
-        """Publish the intent of another rank; for an agent."""
-        self.words.store_unordered(self._intents + _APART * rank, 1 + parity, 0)
-
-    def end_intent_for(self, rank: int, parity: int) -> None:
-        """Publish the end of an intent of another rank; for an agent."""
-        self.words.store_unordered(self._intents + _APART * rank, 0, 1 + parity)
-
-    def note_intent(self, parity: int) -> None:
-        """Note the intent that an agent has published for this rank."""
-        self._intent = 1 + parity
+    def end_intent(self, rank: int) -> None:
+        """Publish that nothing of a rank is on its way to a round."""
+        self._set_intent(rank, 0)
 
     def open_intents(self, parity: int) -> list[int]:
         """Return the ranks that are not lost and may join the round of a parity."""
@@ -285,17 +297,10 @@ class AdmissionProtocol:
         """Return whether this rank has a record of the round of this parity."""
         return self.words.read(self.record_index(parity, self._rank)) != 0
 
-    def mark_adding(self, parity: int, record: Record) -> None:
-        """Publish that this rank adds to a sum; before its first store there."""
-        self.words.store(self.record_index(parity, self._rank), [record.word()])
-
-    def put_record(self, parity: int, record: Record, before: Record | None) -> None:
-        """Publish what this rank has in the round; its payload is in place.
-
-        Before, it had ``before``.
-        """
-        index = self.record_index(parity, self._rank)
-        self.words.write(index, record.word(), before.word() if before else 0)
+    def put_record(self, rank: int, parity: int, record: Record | None) -> None:
+        """Publish what a rank has in a round."""
+        word = record.word() if record else 0
+        self.words.write(self.record_index(parity, rank), word)
 
     def read_records(self, parity: int) -> dict[int, Record]:
         """Return the records of the ranks that have one."""
@@ -304,7 +309,7 @@ class AdmissionProtocol:
 
     def clear_records(self, parity: int) -> None:
         """Clear the records of all ranks."""
-        self.words.write_range(self.record_index(parity, 0), [0] * self._size)
+        self.words.store(self.record_index(parity, 0), [0] * self._size)
 
     # The take that has the turn, as other ranks see it
 
@@ -319,7 +324,7 @@ class AdmissionProtocol:
     def put_closing(self, closing: State, *, reduced: bool = False) -> None:
         """Record what the take closes; once ``reduced``, no other take does that."""
         word = self.packing.pack(closing._replace(waiting=int(reduced)))
-        self.words.store_unordered(CLOSED, word, 0)
+        self.words.store_unordered(CLOSED, word)
 
     def end_closing(self) -> None:
         """Record that the take is complete."""

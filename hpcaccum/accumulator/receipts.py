@@ -147,9 +147,8 @@ _NONFINITE, _ACCEPTED = range(2)
 _DROPPED = _ACCEPTED + MAX_LAG + 1
 
 
-def _column(receipt: Receipt) -> int:
-    lag = min(max(receipt.global_step - receipt.local_step, 0), MAX_LAG)
-    return (_ACCEPTED if receipt.accepted else _DROPPED) + lag
+def _column(accepted: bool, lag: int) -> int:
+    return (_ACCEPTED if accepted else _DROPPED) + min(max(lag, 0), MAX_LAG)
 
 
 class Counters:
@@ -158,48 +157,27 @@ class Counters:
     Args:
         words: The words.
         base: Index of the first of ``Counters.words(size)`` words.
-        rank: Whose row is written.
         size: The number of rows.
     """
 
     _WIDTH = _DROPPED + MAX_LAG + 1
 
-    def __init__(self, words: AtomicWords, base: int, rank: int, size: int) -> None:
+    def __init__(self, words: AtomicWords, base: int, size: int) -> None:
         self._words, self._base, self._size = words, base, size
-        self._index = self._row_of(rank)
-        self._row = [0] * self._WIDTH
 
     @classmethod
     def words(cls, size: int) -> int:
         """Return the number of words for ``size`` ranks."""
         return size * cls._WIDTH
 
-    def _row_of(self, rank: int) -> int:
-        return self._base + rank * self._WIDTH
+    def count(self, rank: int, accepted: bool, lag: int) -> None:
+        """Count a gradient; on the node of the words. A later `write` publishes it."""
+        index = self._base + rank * self._WIDTH + _column(accepted, lag)
+        self._words.store_unordered(index, self._words.peek(index) + 1)
 
-    def count(self, receipt: Receipt) -> None:
-        """Count a gradient; the next call on the words that waits publishes it."""
-        self._add(_column(receipt))
-
-    def count_nonfinite(self) -> None:
+    def count_nonfinite(self, rank: int) -> None:
         """Count a gradient that is not finite, and was not submitted."""
-        self._add(_NONFINITE)
-        self._words.flush()
-
-    def _add(self, column: int) -> None:
-        number = self._row[column]
-        self._row[column] = number + 1
-        self._words.store_unordered(self._index + column, number + 1, number)
-
-    def note(self, receipt: Receipt) -> None:
-        """Note that `count_for` of another rank has counted a gradient of this one."""
-        self._row[_column(receipt)] += 1
-
-    def count_for(self, rank: int, receipt: Receipt) -> None:
-        """Count a gradient of another rank, which waits meanwhile."""
-        index = self._row_of(rank) + _column(receipt)
-        number = self._words.read(index)
-        self._words.store_unordered(index, number + 1, number)
+        self._words.fetch_add(self._base + rank * self._WIDTH + _NONFINITE, 1)
 
     def tally(self) -> Tally:
         """Return the counts of all ranks."""

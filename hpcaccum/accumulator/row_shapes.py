@@ -11,15 +11,14 @@ from hpcaccum.accumulator.declared_shape import (
     compatible,
     size_of,
 )
-from hpcaccum.accumulator.shapes import ShapePolicy, ShapeTable
-from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.accumulator.shapes import Offer, ShapePerRound, ShapeTable
 
 if TYPE_CHECKING:
     from hpcaccum.accumulator.row_storage import RowGradient
     from hpcaccum.accumulator.settings import Settings
 
 
-class RowShapes(ShapePolicy):
+class RowShapes(ShapePerRound):
     """The first gradient of a round fixes the shape of a row for that round.
 
     Values may have more dimensions than the declared shape. No shape, and shape (),
@@ -32,35 +31,21 @@ class RowShapes(ShapePolicy):
     """
 
     def __init__(self, settings: Settings, what: str, table: ShapeTable) -> None:
-        super().__init__(settings, what)
-        self._table = table
+        super().__init__(settings, what, table)
         self._declared: PartialShape = settings.shape or ()
 
-    def number(self, grad: RowGradient, of_round: int) -> int | None:
-        """Return the number of the shape of a row; None if it does not fit."""
-        if self._reason(grad, of_round):
-            return None
-        return of_round or self._table.number(grad.shape)
-
-    def shape(self, number: int) -> Shape:
-        """Return the shape of a row, by its number."""
-        return self._table.shape(number)
-
-    def misfit(self, grad: RowGradient, of_round: int) -> InvalidArgumentError:
-        """Return the error for a gradient that has no number."""
-        reason = self._reason(grad, of_round)
-        if reason is None:
-            return self._table.full()
-        return InvalidArgumentError(f"{self._what}: {reason}")
-
-    def _reason(self, grad: RowGradient, of_round: int) -> str | None:
-        """Return why a gradient does not fit; None if it does."""
-        return (
+    def offer(self, grad: RowGradient) -> Offer:
+        """Return what the admission knows of a gradient."""
+        reason = (
             self._wrong_dense_shape(grad)
             or self._wrong_index(grad)
-            or self._wrong_row(grad, of_round)
+            or self._wrong_row(grad.shape)
             or self._too_many(grad)
         )
+        return Offer(grad.shape, reason)
+
+    def _unlike(self, expected: Shape, shape: Shape) -> str:
+        return f"rows must be {expected}, like the others of this round, got {shape}"
 
     def _wrong_dense_shape(self, grad: RowGradient) -> str | None:
         shape = grad.slices.dense_shape
@@ -78,13 +63,8 @@ class RowShapes(ShapePolicy):
             return None
         return f"indices must be less than {rows}, got {indices[-1]}"
 
-    def _wrong_row(self, grad: RowGradient, of_round: int) -> str | None:
-        row, declared = grad.shape, self._declared[1:]
-        if of_round:
-            expected = self._table.shape(of_round)
-            if row == expected:
-                return None
-            return f"rows must be {expected}, like the others of this round, got {row}"
+    def _wrong_row(self, row: Shape) -> str | None:
+        declared = self._declared[1:]
         if not compatible(row[: len(declared)], declared):
             return f"rows must begin with {declared}, got {row}"
         if len(row) > MAX_DIMS:

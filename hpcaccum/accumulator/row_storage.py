@@ -82,6 +82,8 @@ class RowSlots(Slots):
         self._what = what
         self._whole = RowPlace("rows", 0, RowFormat(capacity, row_size, dtype, True))
         super().__init__(group, root, self._whole.end, dtype, what)
+        # Nobody adds them element by element.
+        self.parts.sends_short = False
 
     def _of_width(self, width: int) -> RowPlace:
         """Return the place of rows of so many elements."""

@@ -33,7 +33,7 @@ class Settings:
         shape: As declared; None or None entries are unknown.
         shared_name: Empty if the accumulator is not shared.
         reduction: ``"MEAN"`` or ``"SUM"``.
-        host: The rank that holds the words.
+        host: The rank on whose node are the words.
         capacity: Maximum number of elements of a gradient; if sparse, of rows.
         storage: ``"slots"`` or ``"sum"``; if sparse, ``"rows"``.
         workers: How many ranks contribute gradients. If not all, the host does not.

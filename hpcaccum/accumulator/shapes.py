@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcaccum.accumulator.declared_shape import (
     MAX_DIMS,
@@ -18,6 +18,18 @@ from hpcaccum.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from hpcaccum.accumulator.settings import Settings
     from hpcaccum.mpi import AtomicWords
+
+
+class Offer(NamedTuple):
+    """What the admission knows of a gradient.
+
+    Attributes:
+        shape: Of the gradient; of a row, if it has rows only.
+        misfit: Why it fits no round; None if it may fit one.
+    """
+
+    shape: Shape
+    misfit: str | None
 
 
 class ShapePolicy:
@@ -39,11 +51,22 @@ class ShapePolicy:
     def __init__(self, settings: Settings, what: str) -> None:
         self._settings, self._what = settings, what
 
-    def number(self, grad: Any, of_round: int) -> int | None:
+    def offer(self, grad: Any) -> Offer:
+        """Return what the admission knows of a gradient."""
+        expected = self._expected(grad)
+        if expected is not None:
+            expected = f"gradient must have {expected}, got shape {grad.shape}"
+        return Offer(grad.shape, expected)
+
+    def _expected(self, grad: Any) -> str | None:
+        """Return what a gradient must have to fit a round; None if it has that."""
+        raise NotImplementedError
+
+    def number(self, offer: Offer, of_round: int) -> int | None:
         """Return the number of a gradient's shape; None if it does not fit.
 
         Args:
-            grad: The gradient.
+            offer: The gradient.
             of_round: Number of the round's shape.
         """
         raise NotImplementedError
@@ -52,15 +75,9 @@ class ShapePolicy:
         """Return the shape of a number."""
         raise NotImplementedError
 
-    def misfit(self, grad: Any, of_round: int) -> InvalidArgumentError:
+    def misfit(self, offer: Offer, of_round: int) -> InvalidArgumentError:
         """Return the error for a gradient that has no number."""
-        return InvalidArgumentError(
-            f"{self._what}: gradient must have {self._expected(grad, of_round)}, got "
-            f"shape {grad.shape}"
-        )
-
-    def _expected(self, grad: Any, of_round: int) -> str:
-        return f"shape {self._settings.shape}"
+        return InvalidArgumentError(f"{self._what}: {offer.misfit}")
 
     def slot_shape(self, shape: Any) -> Shape:
         """Return the shape of a slot."""
@@ -88,9 +105,12 @@ class FixedShape(ShapePolicy):
         super().__init__(settings, what)
         self.only = known(settings.shape)
 
-    def number(self, grad: Any, of_round: int) -> int | None:
+    def _expected(self, grad: Any) -> str | None:
+        return None if grad.shape == self.only else f"shape {self._settings.shape}"
+
+    def number(self, offer: Offer, of_round: int) -> int | None:
         """Return 0 for the declared shape."""
-        return 0 if grad.shape == self.only else None
+        return None if offer.misfit else 0
 
     def shape(self, number: int) -> Shape:
         """Return the declared shape."""
@@ -114,39 +134,39 @@ class ShapePerRound(ShapePolicy):
         super().__init__(settings, what)
         self._table = table
 
-    def number(self, grad: Any, of_round: int) -> int | None:
-        """Return the number of a gradient's shape; None if it does not fit."""
-        shape = grad.shape
-        if of_round:
-            return of_round if shape == self._table.shape(of_round) else None
-        return self._table.number(shape) if self._is_declared(shape) else None
+    def _expected(self, grad: Any) -> str | None:
+        settings, shape = self._settings, grad.shape
+        if not compatible(shape, settings.shape):
+            return f"shape {settings.shape}"
+        if len(shape) > MAX_DIMS:
+            return f"at most {MAX_DIMS} dimensions"
+        if size_of(shape) > settings.capacity:
+            return f"at most {settings.capacity} elements"
+        return None
 
-    def _is_declared(self, shape: Shape) -> bool:
-        return (
-            len(shape) <= MAX_DIMS
-            and size_of(shape) <= self._settings.capacity
-            and compatible(shape, self._settings.shape)
-        )
+    def number(self, offer: Offer, of_round: int) -> int | None:
+        """Return the number of a gradient's shape; None if it does not fit."""
+        if of_round:
+            same = offer.shape == self._table.shape(of_round)
+            return of_round if same and not offer.misfit else None
+        return None if offer.misfit else self._table.number(offer.shape)
 
     def shape(self, number: int) -> Shape:
         """Return the shape of a number."""
         return self._table.shape(number)
 
-    def misfit(self, grad: Any, of_round: int) -> InvalidArgumentError:
+    def misfit(self, offer: Offer, of_round: int) -> InvalidArgumentError:
         """Return the error for a gradient that has no number."""
-        if not of_round and self._is_declared(grad.shape):
+        if of_round and offer.shape != (expected := self._table.shape(of_round)):
+            offer = offer._replace(misfit=self._unlike(expected, offer.shape))
+        if not offer.misfit:
             return self._table.full()
-        return super().misfit(grad, of_round)
+        return super().misfit(offer, of_round)
 
-    def _expected(self, grad: Any, of_round: int) -> str:
-        if of_round:
-            shape = self._table.shape(of_round)
-            return f"shape {shape}, like the others of this round"
-        if not compatible(grad.shape, self._settings.shape):
-            return super()._expected(grad, of_round)
-        if grad.ndim > MAX_DIMS:
-            return f"at most {MAX_DIMS} dimensions"
-        return f"at most {self._settings.capacity} elements"
+    def _unlike(self, expected: Shape, shape: Shape) -> str:
+        """Return why a shape does not fit a round."""
+        others = "like the others of this round"
+        return f"gradient must have shape {expected}, {others}, got shape {shape}"
 
 
 class ShapeTable:
@@ -217,7 +237,7 @@ class ShapeTable:
             return
         entry = self._entry(number)
         if shape:
-            self._words.write_range(entry + 1, shape)
+            self._words.store(entry + 1, shape)
         # Last, and never 0: a rank that reads it can read the shape.
         self._words.write(entry, 1 + len(shape))
         self._remember(number, shape)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
+from hpcaccum.accumulator.host_calls import HostCalls
 from hpcaccum.accumulator.protocol import AdmissionProtocol
-from hpcaccum.accumulator.remote_admission import RemoteAdmission
 from hpcaccum.accumulator.row_storage import RowSlots
 from hpcaccum.accumulator.settings import Settings
 from hpcaccum.accumulator.storage import Slots, Storage, Sums
@@ -18,7 +18,13 @@ from hpcaccum.errors import InvalidArgumentError, LostRankError, WaitTimeoutErro
 from hpcaccum.mpi import Freeable, Group, is_ending
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hpcaccum.accumulator.receipts import Tally
+    from hpcaccum.accumulator.state import Closed
+    from hpcaccum.deadline import Deadline
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,8 @@ class SharedAccumulator(Freeable):
         group, settings: As given.
         protocol: Admits gradients.
         storage: Has them until they are taken.
-        writer, taker: This rank's gradients, and its takes.
+        writer, taker: This rank's gradients, and takes.
+        calls: Those of the agent of the host's node, between nodes.
         earlier: The counts of runs that this one continues.
     """
 
@@ -72,19 +79,21 @@ class SharedAccumulator(Freeable):
             undo.callback(self.protocol.free)
             self.storage = make_storage(group, settings, what)
             undo.pop_all()
-        self._remote = self._make_remote()
-        self.writer = Writer(self.protocol, self.storage, self._remote, what)
-        self.taker = Taker(self.protocol, self.storage, self._remote, what)
+        self.taker = Taker(self.protocol, self.storage, group.rank, what)
+        self.calls: HostCalls | None = None
+        if not group.single_node:
+            parts = group, self.protocol, self.storage, self.taker, what
+            self.calls = self.taker.calls = HostCalls(*parts)
+        self.writer = Writer(self.protocol, self.storage, group.rank, self.calls, what)
         self._register(group, group.label(what))
 
-    def _make_remote(self) -> RemoteAdmission | None:
-        """Return what admits gradients of ranks that need an agent for that."""
-        # Sums need no agents. Shapes that differ are looked up by each rank.
-        if self.group.single_node or not self.settings.has_one_shape:
-            return None
-        if not isinstance(self.storage, Slots):
-            return None
-        return RemoteAdmission(self.group, self.protocol, self.storage, self._what)
+    def take(
+        self, required: int, deadline: Deadline, reduce: Callable[[Closed], T]
+    ) -> T:
+        """Do as `Taker.take`; by the agent of the host's node, if that is another."""
+        if self.calls is not None and not self.calls.near:
+            return self.calls.take(required, deadline, reduce)
+        return self.taker.take(required, deadline, reduce)
 
     @classmethod
     def attach(cls, group: Group, settings: Settings, what: str) -> SharedAccumulator:
@@ -146,8 +155,8 @@ class SharedAccumulator(Freeable):
         self.group.raise_together(f"{self.label}: free", failure)
         self._frees = True
         self.writer.free()
-        if self._remote is not None:
-            self._remote.free()
+        if self.calls is not None:
+            self.calls.free()
         self.storage.free()
         self.protocol.free()
 
@@ -157,10 +166,12 @@ class SharedAccumulator(Freeable):
 
     def lose(self, rank: int) -> None:
         """Have takes no longer wait for a rank; apply nothing more on that rank."""
-        if self.group.rank == self.settings.host:
+        if self.group.rank == rank:
+            self.protocol.membership.end(LostRankError(self.group.lost[rank]))
+        elif self.calls is None and self.group.rank == self.settings.host:
             self.protocol.membership.lose_rank(rank)
-        elif self.group.rank == rank:
-            self.protocol.membership.lose(LostRankError(self.group.lost[rank]))
+        elif self.calls is not None and self.calls.leads:
+            self.calls.run("lose", rank)
 
     def _end_after_loss(self) -> None:
         """Wait until all ranks come: they may use what this one has until then."""

@@ -67,7 +67,7 @@ class SparseConditionalAccumulator(Accumulator):
         name: For messages.
         reduction_type: ``"MEAN"`` or ``"SUM"``.
         comm: Communicator of the ranks; COMM_WORLD by default.
-        host: The rank that holds the step.
+        host: The rank on whose node is the step.
         capacity: Maximum number of different rows of the gradients of a rank in one
             round. Memory grows with it.
         row_size: Maximum number of elements of a row; by default that of ``shape``,

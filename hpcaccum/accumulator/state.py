@@ -129,6 +129,7 @@ class Closed:
         count: The gradients in it, without those that were lost.
         shape: Number of its shape; 0 if all rounds have the same one.
         records: The records of the ranks that have gradients, in rank order.
+        total: The bytes of their sum, in the accumulation dtype, if an agent sent them.
     """
 
     step: int
@@ -136,3 +137,4 @@ class Closed:
     count: int
     shape: int
     records: dict[int, Record]
+    total: bytes | None = None

@@ -15,7 +15,7 @@ from hpcaccum import device
 from hpcaccum.accumulator.batch import Batch
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Region
-from hpcaccum.nodes import NodeParts
+from hpcaccum.nodes import NodeParts, is_short
 from hpcaccum.rows import RowPlace, Rows, merged, union_size
 from hpcaccum.spans import traced
 from hpcaccum.summation import add_in_order
@@ -87,9 +87,13 @@ class Slots:
             memory = self.parts.view((self._rank, 0), nbytes, whole)
             self._pinned = device.Pinned(memory)
 
-    def is_lost(self, rank: int, record: Record) -> bool:
-        """Whether the gradients of a record are on a node that is lost."""
-        return self.parts.is_lost(rank) and not record.copied & self._has_copies
+    def is_lost(self, rank: int, record: Record, copies: bool) -> bool:
+        """Whether the gradients of a record are on a node that is lost.
+
+        Those of which this node has copies are not, if ``copies``.
+        """
+        copied = copies and record.copied & self._has_copies
+        return self.parts.is_lost(rank) and not copied
 
     def _place(self, rank: int, index: int) -> Place:
         return rank, index * self._stride
@@ -195,7 +199,15 @@ class Slots:
         Raises:
             WaitTimeoutError: If other nodes do not send their sums in time.
         """
+        if closed.total is not None:
+            add_in_order([np.frombuffer(closed.total, self._dtype)], out, divisor)
+            return
         self.batch(closed, divisor).total(out, deadline, self._threads)
+
+    def short_total(self, closed: Closed, count: int) -> bytes | None:
+        """Return the sum of a round's gradients, if an agent may send it; else None."""
+        batch = self.batch(closed, 1)
+        return self.parts.short_sum(batch.places, count, self._dtype, batch.copied)
 
     def batch(self, closed: Closed, divisor: int) -> Batch:
         """Return the gradients of a round, which stay where they are."""
@@ -208,6 +220,18 @@ class Slots:
         place = self._place(self._rank, index)
         return self.parts.short(place, self._capacity, self._dtype)
 
+    def short_of(self, grad: Any) -> bytes | None:
+        """Return what `write` would store, if it may be sent at once."""
+        if self._rows or self.short(0) is None:
+            return None
+        with np.errstate(all="ignore"):
+            return np.asarray(device.to_host(grad), self._dtype).tobytes()
+
+    def put(self, index: int, contents: bytes) -> None:
+        """Store in this rank's buffer what `short_of` returned."""
+        data: Array = np.frombuffer(contents, self._dtype)
+        self._view(index, data.size)[:] = data
+
     def keep(self, rank: int, index: int, contents: bytes) -> None:
         """Keep a copy of a buffer of another rank; for an agent."""
         self.parts.keep(self._place(rank, index), contents)
@@ -216,8 +240,9 @@ class Slots:
 class Sums:
     """Two sums on the root, to which MPI_Accumulate adds in the order of arrival.
 
-    They take the memory of two gradients on the root and none on other ranks, for any
-    number of ranks. The arguments and attributes are those of `Slots`.
+    Between nodes they are on the first rank of its node. They take the memory of two
+    gradients there and none on other ranks, for any number of ranks. The arguments and
+    attributes are those of `Slots`.
     """
 
     name, sends, apart = "sum", True, False
@@ -232,7 +257,10 @@ class Sums:
     ) -> None:
         self._capacity, self._dtype = capacity, dtype
         self._stride = _aligned(capacity * dtype.itemsize)
-        self._region = Region(group, root, 2 * self._stride)
+        # Where the agent of the root's node reaches them.
+        leader = group.nodes[group.node_of[root]][0]
+        holder = root if group.single_node else leader
+        self._region = Region(group, holder, 2 * self._stride)
         self._threads = group.own_cores
         self._staging: dict[int, Array] = {}
 
@@ -262,16 +290,38 @@ class Sums:
         self, closed: Closed, divisor: int, out: Array, deadline: Deadline
     ) -> None:
         """Set a vector to the sum of a round's gradients, divided by ``divisor``."""
-        offset = closed.parity * self._stride
-        if self._region.direct:
-            self._region.sync()
-            total = self._region.view(offset, out.size, self._dtype)
+        if closed.total is not None:
+            total: Array = np.frombuffer(closed.total, self._dtype)
+        elif self._region.direct:
+            total = self._view(closed.parity, out.size)
         else:
             total = np.empty(out.size, self._dtype)
-            self._region.get(offset, total)
+            self._region.get(closed.parity * self._stride, total)
         add_in_order([total], out, divisor, self._threads)
 
-    def is_lost(self, rank: int, record: Record) -> bool:
+    def _view(self, parity: int, count: int) -> Array:
+        self._region.sync()
+        return self._region.view(parity * self._stride, count, self._dtype)
+
+    def short_total(self, closed: Closed, count: int) -> bytes | None:
+        """Return the sum of a round's gradients, if an agent may send it; else None."""
+        if not is_short(count * self._dtype.itemsize):
+            return None
+        return self._view(closed.parity, count).tobytes()
+
+    def short(self, index: int) -> None:
+        """Return None: no agent has copies."""
+
+    def short_of(self, grad: Array) -> None:
+        """Return None: every gradient is added one-sidedly."""
+
+    def put(self, index: int, contents: bytes) -> None:
+        """Do nothing: as `short_of`."""
+
+    def keep(self, rank: int, index: int, contents: bytes) -> None:
+        """Do nothing: as `short`."""
+
+    def is_lost(self, rank: int, record: Record, copies: bool) -> bool:
         """Return False: all gradients are on the root."""
         return False
 

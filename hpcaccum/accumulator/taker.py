@@ -1,48 +1,75 @@
-"""Takes: close a round, wait for its writers, reduce it, and make room for the next."""
+"""Takes: close a round, wait for its writers, reduce it, and make room for the next.
+
+A take is a generator of its waits. A rank of the host's node runs it alone; for a rank
+of another node, the agent of the host's node does: see `host_calls`.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hpcaccum.accumulator.declared_shape import size_of
+from hpcaccum.accumulator.one_thread import OneThread
 from hpcaccum.accumulator.protocol import MEMBERS, STATE
 from hpcaccum.accumulator.state import Closed
-from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError
+from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError, format_ranks
 from hpcaccum.nodes import LostNodeError
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from hpcaccum.accumulator.protocol import AdmissionProtocol
-    from hpcaccum.accumulator.remote_admission import RemoteAdmission
     from hpcaccum.accumulator.state import State
     from hpcaccum.accumulator.storage import Storage
     from hpcaccum.deadline import Deadline
+    from hpcaccum.nodes import Calls
 
 T = TypeVar("T")
 
 
+class Wait(NamedTuple):
+    """A wait of a take.
+
+    Attributes:
+        look: Returns what ends it; None: nothing yet.
+        missing: Returns what is waited for, for messages.
+        changed: Returns whether another look may find it, as `Calls.wait` needs; None
+            if it is not a long wait.
+    """
+
+    look: Callable[[], Any]
+    missing: Callable[[], str]
+    changed: Callable[[], bool] | None = None
+
+
+# Waits, each of which is sent what has ended it, or raises; and a result.
+Waits = Generator[Wait, Any, T]
+
+
 class Taker:
-    """The takes of one rank; used by the handles of an accumulator.
+    """The takes of an accumulator.
 
     Args:
         protocol: Admits gradients; see there how a take that waits or fails behaves.
         storage: Where the gradients are.
-        remote: Admits gradients for other ranks; None if no agent does.
+        rank: This rank.
         what: Name for messages.
+
+    Attributes:
+        inside: Threads of one rank share its place in the line.
+        calls: Those of the agent of the host's node; None if there is one node.
     """
 
     def __init__(
-        self,
-        protocol: AdmissionProtocol,
-        storage: Storage,
-        remote: RemoteAdmission | None,
-        what: str,
+        self, protocol: AdmissionProtocol, storage: Storage, rank: int, what: str
     ) -> None:
         self._protocol, self._storage, self._what = protocol, storage, what
-        self._remote = remote
+        self._lock, self._rank = protocol.take_lock, rank
+        self.inside = OneThread(what)
+        self.calls: Calls | None = None
 
     def take(
         self, required: int, deadline: Deadline, reduce: Callable[[Closed], T]
@@ -63,8 +90,7 @@ class Taker:
                 contextlib.suppress(LostNodeError),
                 self.hold_round(required, deadline) as closed,
             ):
-                if closed.count:
-                    return reduce(closed)
+                return reduce(closed)
 
     @contextlib.contextmanager
     def hold_round(
@@ -72,35 +98,96 @@ class Taker:
     ) -> Iterator[Closed]:
         """Close a round of ``required`` gradients or more, and keep it for a block.
 
-        If the block raises, or the admitted writers do not finish in time, the round
-        stays on record and the next take resumes it.
+        For ranks of the host's node. If the block raises, or the admitted writers do
+        not finish in time, the round stays on record and the next take resumes it.
 
         Args:
             required: Gradients to wait for.
             deadline: Of the call.
-            empty: Whether a round without gradients, because all were lost, makes a
-                step, too. If not, the next round begins at its step.
+            empty: Whether a round is kept of which all gradients were lost. If not,
+                another round is closed at its step.
 
         Raises:
             WaitTimeoutError: Names what is missing.
             EverybodyLeftError: If all ranks have left and no gradient is in the round.
         """
-        with self._protocol.take_lock.hold("take_grad", deadline):
-            closing, closed = self._take_round(required, deadline)
-            yield closed
-            # Another take may have completed this one.
-            self._protocol.membership.check_counts()
-            self._protocol.put_closing(closing, reduced=True)
-            self._protocol.add_lost(closing.number - closed.count)
-            if not closed.count and not empty:
-                self._step_back(closing)
-            self._clear(closed)
+        with self.inside.hold("take_grad", deadline):
+            try:
+                closing, closed = self._take_round(required, deadline, empty)
+                yield closed
+                self.complete(self._rank, closing, closed)
+            finally:
+                self._lock.leave(self._rank)
 
     @traced("take")
-    def _take_round(self, required: int, deadline: Deadline) -> tuple[State, Closed]:
+    def _take_round(
+        self, required: int, deadline: Deadline, empty: bool
+    ) -> tuple[State, Closed]:
         """Return a round as it was when it closed, and what has arrived of it."""
-        closing = self._resume() or self._close(required, deadline)
-        return closing, self._await_writers(closing, deadline)
+        self._run(self.turn(self._rank), deadline)
+        return self._run(self.close(required, empty=empty), deadline)
+
+    def _run(self, waits: Waits[T], deadline: Deadline) -> T:
+        """Wait each time; return the result."""
+        proceed: Callable[[Any], Wait] = waits.send
+        found: Any = None
+        while True:
+            try:
+                wait = proceed(found)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            try:
+                proceed, found = waits.send, self._wait(wait, deadline)
+            except BaseException as error:
+                proceed, found = waits.throw, error
+
+    def _wait(self, wait: Wait, deadline: Deadline) -> Any:
+        """Wait; return what has ended the wait."""
+        look, missing, changed = wait
+        if self.calls is None or changed is None:
+            return deadline.wait(look, missing)
+        return self.calls.wait(look, changed, deadline, missing, soon=False)
+
+    # On the host's node
+
+    def turn(self, rank: int) -> Waits[None]:
+        """Wait for the turn of a rank, which `TicketLock.leave` passes on."""
+        lock, ticket = self._lock, self._lock.draw(rank)
+        if lock.before(rank, ticket):
+            yield Wait(
+                lambda: None if lock.before(rank, ticket) else True,
+                lambda: (
+                    f"{format_ranks(lock.before(rank, ticket))}, ahead of this rank"
+                ),
+            )
+
+    def close(
+        self, required: int, *, empty: bool, copies: bool = True
+    ) -> Waits[tuple[State, Closed]]:
+        """Close a round; return it as it was then, and what has arrived of it.
+
+        Its rank has its turn, and can reach the copies of gradients if ``copies``.
+        """
+        while True:
+            closing = self._resume() or (yield from self._close(required))
+            closed = yield from self._await_writers(closing, copies)
+            if closed.count or empty:
+                return closing, closed
+            self._end(closing, closed)
+            self._step_back(closing)
+            self._clear(closed)
+
+    def complete(self, rank: int, closing: State, closed: Closed) -> None:
+        """Make room for the next round, when one is reduced; its rank has its turn."""
+        # Another take may have completed this one.
+        self._protocol.membership.check_counts(rank)
+        self._end(closing, closed)
+        self._clear(closed)
+
+    def _end(self, closing: State, closed: Closed) -> None:
+        """Record that no other take reduces a round."""
+        self._protocol.put_closing(closing, reduced=True)
+        self._protocol.add_lost(closing.number - closed.count)
 
     # Closing
 
@@ -121,7 +208,7 @@ class Taker:
             return self._withdraw_request(closing.parity, closing.number)
         return state.parity != closing.parity
 
-    def _close(self, required: int, deadline: Deadline) -> State:
+    def _close(self, required: int) -> Waits[State]:
         """Return a closed round, as it was when it closed."""
         protocol, members = self._protocol, self._protocol.membership
         while True:
@@ -132,14 +219,12 @@ class Taker:
             # Before the swap, so that another take can complete this one.
             protocol.put_closing(closing)
             if state.number < wanted:
-                if self._request(state, wanted, changes, deadline):
+                if (yield from self._request(state, wanted, changes)):
                     return closing
             elif protocol.swap(state, state.closed()):
                 return closing
 
-    def _request(
-        self, state: State, wanted: int, changes: int, deadline: Deadline
-    ) -> bool:
+    def _request(self, state: State, wanted: int, changes: int) -> Waits[bool]:
         """Have writers close the round at ``wanted`` gradients; wait until they do.
 
         Returns:
@@ -150,20 +235,21 @@ class Taker:
         if not self._protocol.swap(state, request):
             return False
         try:
-            closed = self._await_close(state.parity, wanted, changes, deadline)
+            closed = yield self._await_close(state.parity, wanted, changes)
         except WaitTimeoutError:
             if self._withdraw_request(state.parity, wanted):
                 return True
+            raise
+        except GeneratorExit:
+            # Its rank is dead: the next take withdraws the request.
             raise
         except BaseException:
             self._withdraw_request(state.parity, wanted)
             raise
         return closed or self._withdraw_request(state.parity, wanted)
 
-    def _await_close(
-        self, parity: int, wanted: int, changes: int, deadline: Deadline
-    ) -> bool:
-        """Wait until the requested round is closed; return False if a rank left."""
+    def _await_close(self, parity: int, wanted: int, changes: int) -> Wait:
+        """Return the wait for the requested round; False ends it if a rank left."""
         protocol, seen = self._protocol, list[int]()
 
         def closed() -> bool | None:
@@ -180,10 +266,7 @@ class Taker:
         def missing() -> str:
             return protocol.missing(wanted)
 
-        if self._remote is None:
-            return deadline.wait(closed, missing)
-        changed = protocol.changed(parity, changes)
-        return self._remote.wait(closed, changed, deadline, missing, soon=False)
+        return Wait(closed, missing, protocol.changed(parity, changes))
 
     def _check_nonempty(self, parity: int, wanted: int) -> None:
         # Only a STATE that is read after all have left has all of their gradients.
@@ -205,23 +288,26 @@ class Taker:
 
     # Completing
 
-    def _await_writers(self, closing: State, deadline: Deadline) -> Closed:
+    def _await_writers(self, closing: State, copies: bool) -> Waits[Closed]:
         """Return the round once all that were admitted have written, or are lost."""
 
         def complete() -> Closed | None:
-            found = self._found(closing)
+            found = self._found(closing, copies)
             if found.count == closing.number:
                 return found
             # In this order: what has arrived is final when no intent is open.
             if self._protocol.open_intents(closing.parity):
                 return None
-            return self._found(closing)
+            return self._found(closing, copies)
 
-        return deadline.wait(
-            complete, lambda: self._protocol.unfinished(closing.parity)
-        )
+        found = complete()
+        if found is None:
+            unfinished = self._protocol.unfinished
+            found = yield Wait(complete, lambda: unfinished(closing.parity))
+        assert found is not None
+        return found
 
-    def _found(self, closing: State) -> Closed:
+    def _found(self, closing: State, copies: bool = True) -> Closed:
         """Return what of a round has arrived, and can be reached.
 
         Without sums that are none.
@@ -236,7 +322,7 @@ class Taker:
             for rank, record in records.items()
             if record.number
             and not record.adding
-            and not self._storage.is_lost(rank, record)
+            and not self._storage.is_lost(rank, record, copies)
         }
         count = sum(record.number for record in full.values())
         shape = max((record.shape for record in full.values()), default=0)

@@ -9,83 +9,64 @@ Source: L. Lamport, A New Solution of Dijkstra's Concurrent Programming Problem,
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
-from hpcaccum.accumulator.one_thread import OneThread
-from hpcaccum.errors import format_ranks
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-    from hpcaccum.deadline import Deadline
     from hpcaccum.mpi import AtomicWords
 
 _ABSENT, _DRAWING = 0, -1
 
 
 class TicketLock:
-    """A lock among ranks, with one line before it.
+    """A lock among ranks, with one line before it; on the node of the words only.
 
     Args:
         words: The words.
         base: Index of the first of ``TicketLock.words(size)`` words.
-        rank: This rank.
         size: The number of ranks.
-        lost: Returns the ranks whose places do not count.
-        what: Name for messages.
+        dead: Returns the ranks whose places do not count.
     """
 
     def __init__(
         self,
         words: AtomicWords,
         base: int,
-        rank: int,
         size: int,
-        lost: Callable[[], list[int]],
-        what: str,
+        dead: Callable[[], list[int]],
     ) -> None:
-        self._words, self._rank, self._size = words, rank, size
+        self._words, self._size = words, size
         self._ticket, self._places = base, base + 1
-        self._lost = lost
-        # Threads of one rank share its place.
-        self._inside = OneThread(what)
+        self._dead = dead
 
     @staticmethod
     def words(size: int) -> int:
         """Return the number of words for ``size`` ranks."""
         return 1 + size
 
-    @contextlib.contextmanager
-    def hold(self, call: str, deadline: Deadline) -> Iterator[None]:
-        """Wait for this rank's turn; pass the turn on after the block."""
-        with self._inside.hold(call, deadline):
-            try:
-                self._wait_in_line(deadline)
-                yield
-            finally:
-                self._words.write(self._places + self._rank, _ABSENT)
-
-    def _wait_in_line(self, deadline: Deadline) -> None:
-        place = self._places + self._rank
+    def draw(self, rank: int) -> int:
+        """Draw a ticket for a rank, which has its turn when `before` returns nobody."""
+        place = self._places + rank
         # A rank with a later ticket must not pass before this ticket is published.
         self._words.write(place, _DRAWING)
         ticket = self._words.fetch_add(self._ticket, 1) + 1
         self._words.write(place, ticket)
-        deadline.wait(
-            lambda: None if self._before(ticket) else True,
-            lambda: f"{format_ranks(self._before(ticket))}, ahead of this rank",
-        )
+        return ticket
 
-    def _before(self, ticket: int) -> list[int]:
-        """Return the ranks that come before ``ticket``, or may do so."""
+    def before(self, rank: int, ticket: int) -> list[int]:
+        """Return the ranks that come before that of a ticket, or may do so."""
         places = self._words.read_range(self._places, self._size)
         before = [
-            rank
-            for rank, place in enumerate(places)
-            if rank != self._rank and (place == _DRAWING or _ABSENT < place < ticket)
+            other
+            for other, place in enumerate(places)
+            if other != rank and (place == _DRAWING or _ABSENT < place < ticket)
         ]
         if before:
-            lost = self._lost()
-            before = [rank for rank in before if rank not in lost]
+            dead = self._dead()
+            before = [other for other in before if other not in dead]
         return before
+
+    def leave(self, rank: int) -> None:
+        """Pass the turn of a rank on, or give its place up."""
+        self._words.write(self._places + rank, _ABSENT)

@@ -30,7 +30,7 @@ class VectorAccumulator(ConditionalAccumulator):
 
     Args:
         group: The ranks, all with the same arguments.
-        host: The rank that holds the step.
+        host: The rank on whose node is the step.
         size, dtype: Of a vector.
         workers: How many ranks contribute vectors.
         rows: The places of rows in a vector, at its end.
@@ -109,14 +109,14 @@ class VectorAccumulator(ConditionalAccumulator):
         step by then.
         """
         self._check_open()
-        required = self._required(num_required)
-        with self._shared.taker.hold_round(required, deadline, empty=True) as closed:
+        taker, required = self._shared.taker, self._required(num_required)
+        with taker.hold_round(required, deadline, empty=True) as closed:
             yield self._slots.batch(closed, self._divisor(closed))
 
     def count_nonfinite(self) -> None:
         """Count a vector of this rank that is not finite, and was not applied."""
         self._check_open()
-        self._protocol.counters.count_nonfinite()
+        self._protocol.counters.count_nonfinite(self._shared.group.rank)
 
     def awaited(self, num_required: int, step: int) -> str | None:
         """Return what a take at a step still waits for, for messages; None if nothing.

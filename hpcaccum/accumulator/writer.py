@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcaccum.accumulator.buffers import OTHER_THREAD, RankBuffers
 from hpcaccum.accumulator.one_thread import OneThread
-from hpcaccum.accumulator.state import Record
-from hpcaccum.deadline import Deadline
+from hpcaccum.deadline import Deadline, grace
 from hpcaccum.device import is_device
 from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError
+from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
-    from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted
+    from hpcaccum.accumulator.host_calls import HostCalls
+    from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted, Fresh
     from hpcaccum.accumulator.receipts import Receipt
-    from hpcaccum.accumulator.remote_admission import (
-        AdmissionAnswer,
-        Fresh,
-        RemoteAdmission,
-    )
     from hpcaccum.accumulator.storage import Storage
     from hpcaccum.dtypes import Array
+    from hpcaccum.nodes import Call
 
-# After an interruption, seconds to wait for the answer of an agent, which usually is on
-# its way. A user who presses Ctrl-C must get the program back.
-_GRACE = 1.0
+
+class Unanswered(NamedTuple):
+    """What the agent of the host's node was asked to do, and may not have done yet.
+
+    Attributes:
+        call: Its answer.
+        slot: Of the gradient that may be admitted.
+        contents: What was sent of a gradient that is in no slot.
+        arrives: Whether the gradient is admitted and in place.
+    """
+
+    call: Call
+    slot: int | None
+    contents: bytes | None = None
+    arrives: bool = False
 
 
 class Writer:
@@ -34,7 +43,8 @@ class Writer:
     Args:
         protocol: Admits them.
         storage: Where they are written.
-        remote: Admits them if this rank cannot do so alone; None if no agent does.
+        rank: This rank.
+        calls: Those of the agent of the host's node, between nodes.
         what: Name for messages.
     """
 
@@ -42,17 +52,20 @@ class Writer:
         self,
         protocol: AdmissionProtocol,
         storage: Storage,
-        remote: RemoteAdmission | None,
+        rank: int,
+        calls: HostCalls | None,
         what: str,
     ) -> None:
-        self._protocol, self._storage = protocol, storage
-        self._remote = None if protocol.words.unaided else remote
-        # The host has its agent look for those of other ranks, which often come soon.
-        self._wake_agent = remote.wake if remote is not None else lambda: None
+        self._protocol, self._storage, self._rank = protocol, storage, rank
+        # Of a rank on another node.
+        self._calls = None if calls is None or calls.near else calls
+        # The agent looks for gradients of other ranks, which often come soon.
+        self._wake_agent = calls.wake if calls is not None else lambda: None
         self._buffers = RankBuffers(protocol, storage)
         self._turn, self._call = OneThread(what), f"{what}: apply_grad"
-        # The step and the slot of a gradient to which an agent has not answered.
-        self._unanswered: tuple[int, int | None] | None = None
+        # The last step that an agent has named.
+        self._seen = 0
+        self._unanswered: Unanswered | None = None
 
     def submit(self, array: Any, local_step: int) -> Receipt:
         """Add a gradient to the open round unless it is stale.
@@ -82,8 +95,10 @@ class Writer:
 
     def _is_stale(self, array: Any, local_step: int) -> bool:
         """Return whether a gradient need not be prepared, as it will be dropped."""
-        # Reading STATE costs less than a copy from a device, more than one of memory.
-        return self._protocol.is_stale(local_step, ask=is_device(array))
+        # To ask costs less than a copy from a device, more than one of memory.
+        if self._calls is None or is_device(array):
+            self._seen = self._protocol.state().step
+        return local_step < self._seen
 
     def _try(self, array: Any, source: Any, local_step: int) -> Receipt | None:
         """Submit; None if slots of other threads leave no buffer at the moment."""
@@ -91,36 +106,20 @@ class Writer:
         if self._unanswered:
             self._settle(Deadline(None, self._call))
         slot = self._buffers.slot_of(array)
-        submit = self._submit_remotely if self._fits_remote(array) else self._submit
         try:
-            return submit(array, source, local_step, slot)
+            return self._submit(array, source, local_step, slot)
         except InvalidArgumentError:
             # Raised before the gradient was admitted.
             raise
         except BaseException as error:
             if not self._unanswered:
                 self._protocol.membership.lose(error)
+                self._protocol.end_intent(self._rank)
             elif not isinstance(error, WaitTimeoutError):
                 # Others may wait for this gradient.
                 with contextlib.suppress(WaitTimeoutError):
-                    self._settle(Deadline(_GRACE, self._call))
+                    self._settle(grace(self._call))
             raise
-        finally:
-            self._protocol.end_intent()
-
-    def _admit(self, array: Any, local_step: int, slot: int | None) -> Admitted | None:
-        """Admit a gradient; None if there is no buffer for it at the moment.
-
-        Raises:
-            InvalidArgumentError: Also if its rows have no room in the open round.
-        """
-        possible, only = self._possible(array, slot)
-        if not possible:
-            return None
-        admitted = self._protocol.admit(array, local_step, only)
-        if admitted is None and (overflow := self._buffers.overflow(array)):
-            raise overflow[1]
-        return admitted
 
     def _possible(self, array: Any, slot: int | None) -> tuple[bool, int | None]:
         """Return whether a gradient has a buffer, and if only for one parity, which."""
@@ -133,123 +132,114 @@ class Writer:
     def _submit(
         self, array: Any, source: Any, local_step: int, slot: int | None
     ) -> Receipt | None:
+        """Do as `_try`.
+
+        Raises:
+            InvalidArgumentError: Also if its rows have no room in the open round.
+        """
         self._wake_agent()
-        admitted = self._admit(array, local_step, slot)
-        if admitted is None:
-            return None
-        receipt, parity, shape = admitted
-        if not receipt:
-            self._protocol.counters.count(receipt)
-            self._protocol.words.flush()
-            return receipt
-        if source is None:
-            # It seemed stale, but the step was lowered since.
-            source = self._storage.prepare(array)
-        before, in_place = self._buffers.record(parity), False
-        if before:
-            done = before.written()._replace(shape=shape)
-        else:
-            buffer, in_place = self._buffers.choose(array, slot, parity)
-            done = Record(buffer, 1, 0, shape)
-        apart = self._storage.apart
-        if before or not apart:
-            before = done._replace(number=done.number - 1, adding=1)
-            self._protocol.mark_adding(parity, before)
-        if not (in_place and apart):
-            self._storage.write(parity, done.buffer, source, done.number == 1)
-        self._protocol.counters.count(receipt)
-        self._end(receipt, parity, done, before, slot)
-        return receipt
-
-    def _end(
-        self,
-        receipt: Receipt,
-        parity: int,
-        done: Record,
-        before: Record | None,
-        slot: int | None,
-    ) -> None:
-        """Publish a gradient that is in place."""
-        # The round may be over without it.
-        self._protocol.membership.check_counts()
-        self._protocol.put_record(parity, done, before)
-        self._buffers.settle(parity, done, slot, receipt.global_step)
-
-    # By the agent of the host's node, if the words are out of this rank's reach
-
-    def _fits_remote(self, array: Any) -> bool:
-        """Whether the agent can admit a gradient; others need an error of this rank."""
-        return (
-            self._remote is not None
-            and self._protocol.shapes.number(array, 0) is not None
-        )
-
-    def _submit_remotely(
-        self, array: Any, source: Any, local_step: int, slot: int | None
-    ) -> Receipt | None:
-        assert self._remote is not None
         possible, only = self._possible(array, slot)
         if not possible:
             return None
-        placed = slot if self._buffers.is_in(array, slot) else None
-        fresh = self._fresh(placed, slot, 0), self._fresh(placed, slot, 1)
-        self._remote.forget()
-        self._unanswered = local_step, slot
-        answer = self._remote.admit(local_step, only, fresh, placed)
-        self._unanswered = None
-        if answer.accepted is None:
-            # Rare: there is an error to raise, or the round is another one by now.
-            return self._submit(array, source, local_step, slot)
-        receipt = answer.receipt(local_step)
-        if self._note(answer, receipt, slot):
-            return receipt
-        self._protocol.note_intent(answer.parity)
-        before, done = answer.held, Record.of(answer.record)
-        if before:
-            before = before._replace(adding=1)
-        self._buffers.take_back(done.buffer)
-        self._storage.write(answer.parity, done.buffer, source, before is None)
-        self._protocol.counters.count(receipt)
-        self._end(receipt, answer.parity, done, before, slot)
-        return receipt
+        admitted = self._admit(array, source, local_step, slot, only)
+        if admitted.accepted is None:
+            if overflow := self._buffers.overflow(array):
+                raise overflow[1]
+            return None
+        self._seen = admitted.step
+        if not admitted.accepted:
+            return admitted.receipt()
+        parity, record = admitted.parity, admitted.record
+        assert record is not None
+        if not admitted.complete:
+            if source is None:
+                # It seemed stale, but the step was lowered since.
+                source = self._storage.prepare(array)
+            first = admitted.before is None
+            if first and record.buffer != slot:
+                self._buffers.take_back(record.buffer)
+            self._storage.write(parity, record.buffer, source, first)
+        self._buffers.settle(admitted, slot)
+        if not admitted.complete:
+            self._arrive(admitted)
+        return admitted.receipt()
 
-    def _fresh(self, placed: int | None, slot: int | None, parity: int) -> Fresh | None:
-        """Return the first buffer in a round, and whether the gradient is there."""
-        if placed is not None:
-            return placed, True
-        free = self._buffers.free_for(slot, parity)
-        return (free[0], False) if free else None
+    @traced("admission", lambda _, admitted: admitted.receipt().shown())
+    def _admit(
+        self,
+        array: Any,
+        source: Any,
+        local_step: int,
+        slot: int | None,
+        only: int | None,
+    ) -> Admitted:
+        """Have a gradient admitted, or dropped."""
+        offer, buffers = self._protocol.shapes.offer, self._buffers
+        placed, sent = slot if buffers.is_in(array, slot) else None, None
+        if self._calls is not None:
+            offered = offer(array)
+            if placed is None and not offered.misfit:
+                sent = self._storage.short_of(source)
 
-    def _note(
-        self, answer: AdmissionAnswer, receipt: Receipt, slot: int | None
-    ) -> bool:
-        """Note what an agent has done; return whether nothing is left to do."""
-        if receipt:
-            self._buffers.note(answer.parity, answer.held)
-            if not answer.complete:
-                return False
-            done = Record.of(answer.record)
-            self._buffers.settle(answer.parity, done, slot, answer.step)
-        self._protocol.counters.note(receipt)
-        return True
+        def fresh(parity: int) -> Fresh | None:
+            """Return the first buffer in a round, and whether the gradient is there."""
+            if placed is not None:
+                return placed, True
+            free = buffers.free_for(slot, parity)
+            # The copy of the agent counts.
+            return (free[0], sent is not None) if free else None
+
+        if self._calls is None:
+            return self._protocol.admit(
+                self._rank, local_step, lambda: offer(array), fresh, only=only
+            )
+        contents = sent if placed is None else self._storage.short(placed)
+        places = fresh(0), fresh(1)
+        call = self._calls.admit(local_step, offered, places, only, contents)
+        admitted: Admitted = self._answer(Unanswered(call, slot, sent))
+        self._put(admitted, sent)
+        return admitted
+
+    def _put(self, admitted: Admitted, sent: bytes | None) -> None:
+        """Store a gradient of which the agent has a copy; others may be added."""
+        if sent is not None and admitted.complete:
+            assert admitted.record is not None
+            self._buffers.take_back(admitted.record.buffer)
+            self._storage.put(admitted.record.buffer, sent)
+
+    def _arrive(self, admitted: Admitted) -> None:
+        """Publish a gradient that is in place."""
+        if self._calls is None:
+            self._protocol.arrive(self._rank, admitted)
+        else:
+            self._answer(Unanswered(self._calls.arrive(admitted), None, arrives=True))
+
+    def _answer(self, unanswered: Unanswered, deadline: Deadline | None = None) -> Any:
+        """Wait for an answer of the agent of the host's node."""
+        self._unanswered, call = unanswered, unanswered.call
+        try:
+            return call.result(deadline or Deadline(None, self._call))
+        finally:
+            if call.answer is not None:
+                self._unanswered = None
 
     def _settle(self, deadline: Deadline) -> None:
         """Wait for the answer to a gradient whose call has ended before."""
-        assert self._remote is not None
+        assert self._calls is not None
         assert self._unanswered is not None
-        local_step, slot = self._unanswered
-        self._remote.extend(deadline)
-        answer = self._remote.settled()
-        self._unanswered = None
-        if answer is None or answer.accepted is None:
+        _, slot, sent, arrives = self._unanswered
+        try:
+            admitted = self._answer(self._unanswered, deadline)
+        except InvalidArgumentError:
             return
-        if not self._note(answer, answer.receipt(local_step), slot):
+        if arrives or not admitted.accepted:
+            return
+        if admitted.complete:
+            self._put(admitted, sent)
+            self._buffers.settle(admitted, slot)
+        else:
             # The caller may have changed the gradient since: it is left out.
-            if answer.held:
-                self._protocol.put_record(answer.parity, answer.held, None)
-            self._protocol.note_intent(answer.parity)
-            self._protocol.end_intent()
-            self._protocol.words.flush()
+            self._calls.abandon(admitted).result(deadline)
 
     def slot(self, shape: tuple[int, ...], deadline: Deadline) -> Array:
         """Return a buffer that no round holds; wait until there is one."""
@@ -259,7 +249,9 @@ class Writer:
                 # The gradient before may be in a slot.
                 if self._unanswered:
                     self._settle(deadline)
-                return self._buffers.lend(shape)
+                # It may ask for words of another node.
+                with deadline.extended().limits():
+                    return self._buffers.lend(shape)
 
         return deadline.wait(lend, self._buffers.missing)
 

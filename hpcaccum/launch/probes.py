@@ -20,7 +20,8 @@ from hpcaccum.device import cupy
 from hpcaccum.dtypes import HALVES
 from hpcaccum.errors import DeviceUnavailableError, counted
 from hpcaccum.machine import free_memory
-from hpcaccum.mpi import MPI, AtomicWords, cuda_awareness, number_in
+from hpcaccum.mpi import MPI, cuda_awareness, number_in
+from hpcaccum.nodes import words_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,7 +88,7 @@ def thread_level(group: Group) -> Finding:
 
 def atomic_operations(group: Group) -> Finding:
     """Words that all ranks change at the same time."""
-    words, count = AtomicWords(group, 0, 2), 200
+    words, count = words_of(group, 0, 2), 200
     group.allgather(None, "start")
     for _ in range(count):
         words.fetch_add(0, 1)
@@ -157,7 +158,7 @@ def many_windows(group: Group) -> Finding:
 
 def progress(group: Group) -> Finding:
     """One-sided calls to a rank that computes in Python."""
-    words, worst = AtomicWords(group, 0, 1), 0.0
+    words, worst = words_of(group, 0, 1), 0.0
     for _ in range(3):
         group.allgather(None, "start")
         begun = time.monotonic()

@@ -5,10 +5,12 @@ job: How this process is part of a job. `runtime` and `launcher` start MPI; `shu
     ranks know of each other's processes, `cuda_aware` which memory MPI accepts.
 talk: A `Group` is a private communicator with exchanges that name the ranks they wait
     for (`control`, over a `Mailbox`). `complete` waits for requests, `failures` has
-    calls that go on after a rank is lost, `blocking` limits those that block. A thread
-    makes `progress` for other nodes; `creation` makes communicators.
-memory: `AtomicWords` (parts of a `word_window`) and a `Region` are in `windows`, which
-    ranks reach one-sidedly; `NodeMemory` is mapped by all ranks of a node.
+    calls that go on after a rank is lost, `blocking` limits those that block.
+    `progress` says how often a thread calls MPI for other nodes; `creation` makes
+    communicators.
+memory: `AtomicWords` (parts of a `word_window`) and `NodeMemory` are mapped by all
+    ranks of a node. Ranks of all nodes reach a `Region` one-sidedly. `windows` makes
+    those of MPI.
 life: `group_of` returns the group of a communicator. `Freeable` is the base class of
     collective objects; while there are any, the `heartbeat` finds ranks that are lost.
 
@@ -37,9 +39,10 @@ from hpcaccum.mpi.life.lifetime import Freeable, Objects
 from hpcaccum.mpi.memory.atomic_words import AtomicWords
 from hpcaccum.mpi.memory.node_memory import NodeMemory, memory_of_rank
 from hpcaccum.mpi.memory.region import Region
+from hpcaccum.mpi.memory.windows import memory_barrier
 from hpcaccum.mpi.talk.control_messages import Tag
 from hpcaccum.mpi.talk.creation import duplicate, split
-from hpcaccum.mpi.talk.failures import begun, is_complete, may_receive, receive
+from hpcaccum.mpi.talk.failures import begun, is_complete, receive
 from hpcaccum.mpi.talk.group import Group
 from hpcaccum.mpi.talk.mailbox import Mailbox
 from hpcaccum.mpi.talk.progress import short_switch_interval
@@ -69,7 +72,7 @@ __all__ = [
     "keep",
     "lack_of_threads",
     "launched_ranks",
-    "may_receive",
+    "memory_barrier",
     "memory_of_rank",
     "number_in",
     "receive",

@@ -2,8 +2,9 @@
 
 A group that spans several nodes has an `Agent` on each node. `NodeParts` is memory of
 each rank on its own node, of which agents send sums to any rank. `Calls` has the agent
-of another node call a function. With a `Change`, a rank waits for the agent of its own
-node. A group on one node has no agents.
+of another node call a function; so the words of `words_of` are on one node and all
+ranks use them. With a `Change`, a rank waits for the agent of its own node. A group on
+one node has no agents.
 
 Imports `mpi`, `summation`, `deadline`, `wake` and `errors` only.
 """
@@ -11,7 +12,7 @@ Imports `mpi`, `summation`, `deadline`, `wake` and `errors` only.
 from __future__ import annotations
 
 from hpcaccum.nodes.agent import Agent, Service, Steps
-from hpcaccum.nodes.calls import Calls
+from hpcaccum.nodes.calls import Call, Calls
 from hpcaccum.nodes.change import Change
 from hpcaccum.nodes.parts import LostNodeError, NodeParts, Place
 from hpcaccum.nodes.transfer import (
@@ -21,9 +22,11 @@ from hpcaccum.nodes.transfer import (
     pieces_of,
     send_pieces,
 )
+from hpcaccum.nodes.words import words_of
 
 __all__ = [
     "Agent",
+    "Call",
     "Calls",
     "Change",
     "Incoming",
@@ -36,4 +39,5 @@ __all__ = [
     "one_range",
     "pieces_of",
     "send_pieces",
+    "words_of",
 ]

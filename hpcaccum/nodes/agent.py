@@ -279,8 +279,6 @@ class Agent:
     # The thread
 
     def _start(self) -> None:
-        # Two threads would take the interpreter from each other.
-        self._group.progress.replace(True)
         self._stopped = False
         name = f"agent of {self.describe([self.node])}"
         self._thread = threading.Thread(
@@ -296,7 +294,6 @@ class Agent:
         # A thread of this rank: no limit of the user's applies.
         deadline = Deadline(math.inf, self._thread.name)
         deadline.join(self._thread, lambda: "its thread to end")
-        self._group.progress.replace(False)
         self._thread = None
 
     def _run_or_abort(self) -> None:

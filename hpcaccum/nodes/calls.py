@@ -1,42 +1,89 @@
-"""Calls of a function on the node of one rank, by other ranks."""
+"""Calls of a function on the node of one rank, by ranks of other nodes."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcaccum.deadline import EAGER, Deadline
-from hpcaccum.errors import WaitTimeoutError
-from hpcaccum.mpi import begun, is_complete, may_receive
+from hpcaccum.errors import InvalidArgumentError, LostRankError, WaitTimeoutError
+from hpcaccum.mpi import begun, is_complete, receive
 from hpcaccum.nodes.agent import Agent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from hpcaccum.mpi import Group
     from hpcaccum.nodes.agent import Steps
 
-
 T = TypeVar("T")
+
+# Errors of the function that are raised where it was called from.
+_ERRORS = (InvalidArgumentError, LostRankError, WaitTimeoutError)
+
+
+class Call:
+    """A call that has begun.
+
+    Args:
+        calls: What it belongs to.
+
+    Attributes:
+        sent: The request of MPI for its message.
+        answer: What the function has returned, or raised; None: nothing yet.
+    """
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self.sent: Any = None
+        self.answer: Any = None
+
+    def look(self) -> Any:
+        """Return the answer if it has arrived; else None."""
+        if self.answer is None:
+            self._calls.receive()
+        # MPI reads the message until then.
+        return self.answer if is_complete(self.sent) else None
+
+    def result(
+        self,
+        deadline: Deadline | None = None,
+        missing: Callable[[], str] | None = None,
+    ) -> Any:
+        """Wait for what the function returns; raise what it raises.
+
+        After an exception that ends the wait it can be called again.
+        """
+        calls = self._calls
+        deadline = deadline or Deadline(None, calls.what)
+        answer = deadline.wait(self.look, missing or calls.missing)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
 
 
 class Calls:
     """Has the agent of a rank's node call a function. Collective.
 
-    A call is one message, and its answer another one. For what takes a rank several
-    operations on words of another node this is faster.
-
-    A rank makes one call at a time. If `call` raises, the function may have been
-    called, or will be: `settle` returns the answer.
+    A call is one message, and its answer another one. The agent makes the calls of one
+    rank in the order in which they began. Several threads may make calls at a time.
 
     Args:
         group: The ranks, on several nodes.
         root: The rank whose agent calls the function.
         function: Called with the calling rank and what it has passed, by the thread of
-            the agent, and maybe before this returns; it must be fast. Its results are
-            pickled, and never None.
+            the agent, and maybe before this returns; it must be fast, or return steps
+            (a generator) that yield whether they have done something. Results are
+            pickled, and never None. Errors of hpcaccum are raised by `Call.result`.
         what: Name for messages.
+
+    Attributes:
+        what: As given.
+        near: Whether this rank is on the node of that agent.
+        leads: Whether the agent is a thread of this rank.
 
     Raises:
         InvalidArgumentError: On every rank, if MPI provides no THREAD_MULTIPLE.
@@ -45,63 +92,52 @@ class Calls:
     def __init__(
         self, group: Group, root: int, function: Callable[..., Any], what: str
     ) -> None:
-        self._group, self._function, self._what = group, function, what
+        self._group, self._function, self.what = group, function, what
         node = group.node_of[root]
         self._agent = Agent.of(group)
         self._leader, self._node = self._agent.leaders[node], node
-        # Whether its thread, and the memory that the function changes, are this rank's.
-        self._here = group.rank == root == self._leader
-        # The message of the last call, and its answer.
-        self._sent: Any = None
-        self._answer: Any = None
-        self._deadline = Deadline(None, what)
+        self.near, self.leads = node == group.node_number, group.rank == self._leader
+        # The calls that have no answer, by number; 0 is that of a call without one.
+        self._open: dict[int, Call] = {}
+        self._numbers = itertools.count(1)
         self._freed = False
         # Last: other ranks may call at once.
         self._tag: int | None = None
         self._number = self._agent.add(self)
         self._tag = self._agent.tag(self._number)
 
-    def forget(self) -> None:
-        """Forget the last call, before the next one."""
-        self.extend()
-        # One whose wait an exception has ended may not be settled.
-        self.settle()
-        self._sent = self._answer = None
-
-    def call(self, *question: Any) -> Any:
-        """Call the function; return its result. `forget` comes first."""
+    def begin(self, *question: Any) -> Call:
+        """Begin a call, and do not wait for its result."""
         # Its node may soon have to send what the call is about.
         self.wake()
-        self._sent = self._agent.ask(self._leader, self._number, *question)
-        return self.settle()
+        number = next(self._numbers)
+        # First: another thread may receive the answer.
+        call = self._open[number] = Call(self)
+        call.sent = self._agent.ask(self._leader, self._number, number, *question)
+        return call
+
+    def call(self, *question: Any) -> Any:
+        """Call the function; return its result."""
+        return self.begin(*question).result()
+
+    def run(self, *question: Any) -> None:
+        """Have the agent, a thread of this rank, call the function; do not wait."""
+        self._agent.request(self._node, self._number, 0, *question)
 
     def wake(self) -> None:
         """Have the agent of this rank's node look for work often now."""
         self._agent.wake()
 
-    def settle(self) -> Any:
-        """Wait for the result of the last call; return None if it was not sent."""
-        if self._sent is None:
-            return None
-        agent = self._agent.describe
-        self._deadline.wait(
-            self._receive, lambda: f"the answer of the agent of {agent([self._node])}"
-        )
-        return self._answer
+    def receive(self) -> None:
+        """Receive the answers that have arrived."""
+        assert self._tag is not None
+        while found := receive(self._agent.comm, self._tag):
+            number, answer = found[1]
+            self._open.pop(number).answer = answer
 
-    def extend(self, deadline: Deadline | None = None) -> None:
-        """Set the time limit of the last call; by default, begin it anew."""
-        self._deadline = deadline or Deadline(None, self._what)
-
-    def _receive(self) -> bool | None:
-        """Receive the answer, if it has come; return whether all is complete."""
-        comm, leader, tag = self._agent.comm, self._leader, self._tag
-        assert tag is not None
-        if self._answer is None:
-            if not may_receive(comm, leader, tag):
-                return None
-            self._answer = comm.recv(None, leader, tag)
-        return is_complete(self._sent) or None
+    def missing(self) -> str:
+        """Return what a call waits for, for messages."""
+        return f"the answer of the agent of {self._agent.describe([self._node])}"
 
     def wait(
         self,
@@ -113,7 +149,7 @@ class Calls:
         soon: bool,
     ) -> T:
         """Do as `Deadline.wait`, for what calls change, or ranks of the root's node."""
-        if not self._here:
+        if not self.leads:
             return deadline.wait(look, missing)
         polls_until = time.monotonic() + EAGER * soon
         while (found := look()) is None:
@@ -123,12 +159,22 @@ class Calls:
                 self._agent.wait(changed, deadline, missing)
         return found
 
-    def handle(self, source: int, *question: Any) -> Steps:
+    def handle(self, source: int, call: int, *question: Any) -> Steps:
         """Return the steps that answer a call."""
         while self._tag is None:
             yield False
-        answer = self._function(source, *question)
-        request = begun(self._agent.comm.isend, answer, source, self._tag)
+        try:
+            answer = self._function(source, *question)
+            if isinstance(answer, GeneratorType):
+                answer = yield from answer
+        except _ERRORS as error:
+            answer = error
+        if call:
+            yield from self._answer(source, call, answer)
+
+    def _answer(self, rank: int, call: int, answer: Any) -> Generator[bool]:
+        comm = self._agent.comm
+        request = begun(comm.isend, (call, answer), rank, self._tag)
         while not is_complete(request):
             yield False
 
@@ -138,9 +184,11 @@ class Calls:
             return
         failure = None
         try:
-            self.forget()
+            # The wait of some may have been ended by an exception.
+            for call in [each for each in self._open.values() if each.sent]:
+                Deadline(None, self.what).wait(call.look, self.missing)
         except WaitTimeoutError as error:
             failure = error
-        self._group.raise_together(f"{self._what}: calls", failure)
+        self._group.raise_together(f"{self.what}: calls", failure)
         self._agent.discard(self._number)
         self._freed = True

@@ -191,6 +191,20 @@ class NodeParts:
             raise LostNodeError
         return self._result[: count * dtype.itemsize].view(dtype)
 
+    def short_sum(
+        self,
+        places: Sequence[Place],
+        count: int,
+        dtype: np.dtype[Any],
+        copied: Collection[int],
+    ) -> bytes | None:
+        """Return the sum of vectors if it is short and an agent has all; else None."""
+        nodes = self.by_node(places)
+        here = all(self._has(node, there, copied) for node, there in nodes.items())
+        if not (here and self.sends_short and is_short(count * dtype.itemsize)):
+            return None
+        return self._sum_here(nodes.values(), count, dtype, 1).tobytes()
+
     def _sum_here(
         self,
         nodes: Iterable[Sequence[Place]],
@@ -311,7 +325,7 @@ class NodeParts:
             for each in sources.values():
                 each.take()
             yield True
-        self._done.store_unordered(self._awaited, 0, 0)
+        self._done.store_unordered(self._awaited, 0)
 
     def _discard(self, sources: Mapping[int, Incoming | _Here]) -> Steps:
         """Receive what other nodes send, so that no later sum receives it."""
@@ -334,7 +348,7 @@ class NodeParts:
         for node, each in sources.items():
             if each.first() is None:
                 # For messages only.
-                self._done.store_unordered(self._awaited, node + 1, 0)
+                self._done.store_unordered(self._awaited, node + 1)
             while (part := each.first()) is None:
                 if self._agent.is_gone(node):
                     raise LostNodeError

@@ -98,7 +98,7 @@ class OneShot(Schedule):
         words, size, call = self._words, self._size, self._calls
         numbers, read = call % 2 * 2 * size, words.read_range
         signatures = numbers + size
-        words.store_unordered(signatures + self._rank, mine, 0)
+        words.store_unordered(signatures + self._rank, mine)
         words.store(numbers + self._rank, [call])
         if (all_here := [call] * size) != read(numbers, size):
             self._wait(

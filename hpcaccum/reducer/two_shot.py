@@ -293,7 +293,7 @@ class NodeSum:
             piece = stripe(bucket, rank, self._size, self.received.itemsize)
             parts = [part[piece] for part in self._parts]
             self._sum_counted(parts, self.received[piece])
-        self._words.store_unordered(self._signatures() + rank, self._signature, 0)
+        self._words.store_unordered(self._signatures() + rank, self._signature)
         self._words.store(self._size + rank, [self._base + self._count + 1])
 
     def report(self, signature: int) -> None:
@@ -305,7 +305,7 @@ class NodeSum:
         self._signature, complete = signature, self.summed == self._count
         if complete:
             place = self._signatures() + self._rank
-            self._words.store_unordered(place, signature, 0)
+            self._words.store_unordered(place, signature)
         count = self._base + self.summed + complete
         self._words.store(self._size + self._rank, [count])
 

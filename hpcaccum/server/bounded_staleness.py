@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator import Membership, Tally
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
+    from hpcaccum.nodes import Call
     from hpcaccum.server.lateness import Factors
 
 
@@ -76,7 +77,7 @@ class BoundedStalenessInbox:
         self._max_lag = max_lag
         with contextlib.ExitStack() as undo:
             workers = group.size if workers is None else workers
-            self._queue = UpdateQueue(group, root, max_lag, workers, factors)
+            self._queue = UpdateQueue(group, root, max_lag, workers, what, factors)
             undo.callback(self._queue.words.free)
             nbytes = size * self._dtype.itemsize
             self.parts = NodeParts(group, nbytes, what, takers=[root])
@@ -91,14 +92,14 @@ class BoundedStalenessInbox:
         self._found: dict[int, tuple[int, float]] = {}
         # The step that the update of this rank's last gradient makes.
         self._submitted = 0
-        # The step of a gradient to which an agent has not answered.
-        self._unanswered: int | None = None
-        # Last, as other ranks may call at once; and those of this rank, if it cannot
-        # submit alone.
+        # A call of an agent that has not answered.
+        self._unanswered: Call | None = None
+        # Last, as other ranks may call at once; and those of this rank, if the root is
+        # on another node.
         self._calls: Calls | None = None
         if not group.single_node:
             self._calls = Calls(group, root, self._submit_for, submit)
-        self._remote = None if self.words.unaided else self._calls
+        self._remote = None if self.words.direct else self._calls
 
     def _view(self, rank: int) -> Array:
         return self.parts.view((rank, 0), self._size, self._dtype)
@@ -166,68 +167,55 @@ class BoundedStalenessInbox:
 
     def count_nonfinite(self) -> None:
         """Count a gradient of this rank that is not finite, and was not submitted."""
-        self.counters.count_nonfinite()
+        self.counters.count_nonfinite(self._group.rank)
 
     @traced("admission", lambda _, receipt: receipt.shown())
     def _submit(self, local_step: int) -> Receipt:
         if self._remote is not None:
             # The answer may lead other ranks to what is in the buffer.
             self.words.sync()
-            contents = None if self.words.near else self._contents()
-            self._remote.forget()
-            self._unanswered = local_step
-            return self._note(*self._remote.call(local_step, contents))
+            self._unanswered = self._remote.begin(local_step, self._contents())
+            return self._answer()
         rank = self._group.rank
         receipt = self._queue.admit(rank, local_step)
         if receipt:
             self._submitted = receipt.global_step + 1
             # The place may be that of a later gradient.
-            self.membership.check_counts()
+            self.membership.check_counts(rank)
             # The store of the word orders it after all stores to the buffer.
             self._queue.put(receipt, rank)
         self._queue.end_intent(rank)
-        self.counters.count(receipt)
-        self.words.flush()
+        self.counters.count(rank, receipt.accepted, receipt.lag)
         return receipt
 
     def _submit_for(
         self, rank: int, local_step: int, contents: bytes | None
-    ) -> tuple[bool, int]:
-        """Submit the gradient of another rank, which waits for the answer.
-
-        Returns:
-            Whether it was accepted, and the step when it arrived.
-        """
+    ) -> Receipt:
+        """Submit the gradient of another rank, which waits for the answer."""
         receipt, whose = self._queue.admit(rank, local_step), rank
         if receipt and contents is not None:
             self.parts.keep((rank, 0), contents)
             whose |= COPIED
         # First: a gradient that was applied is in the counts.
-        self.counters.count_for(rank, receipt)
+        self.counters.count(rank, receipt.accepted, receipt.lag)
         if receipt:
             self._queue.put(receipt, whose)
         self._queue.end_intent(rank)
-        self.words.flush()
-        return receipt.accepted, receipt.global_step
+        return receipt
 
-    def _note(self, accepted: bool, step: int) -> Receipt:
-        """Note what an agent has done for this rank; return the receipt."""
+    def _answer(self) -> Receipt:
+        """Wait for the answer of the agent; it may be to a call that has ended."""
         assert self._unanswered is not None
-        receipt = self._queue.receipt(accepted, self._unanswered, step)
+        receipt: Receipt = self._unanswered.result()
         self._unanswered = None
         if receipt:
-            self._submitted = step + 1
-        self.counters.note(receipt)
+            self._submitted = receipt.global_step + 1
         return receipt
 
     def _settle(self) -> None:
         """Wait for the answer to a gradient whose call has ended before."""
         if self._unanswered is not None:
-            assert self._remote is not None
-            self._remote.extend()
-            if answer := self._remote.settle():
-                self._note(*answer)
-            self._unanswered = None
+            self._answer()
 
     def useful(self, step: int) -> int:
         """Return the least step whose gradients the server accepts at a step.

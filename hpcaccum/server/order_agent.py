@@ -200,7 +200,7 @@ class OrderAgent:
     def _obey(self, kind: int, *details: int) -> Iterator[bool]:
         """Give the server of this node an order; wait until it is carried out."""
         self._given += 1
-        self._words.write_range(KIND, [kind, *details])
+        self._words.store(KIND, [kind, *details])
         self._write(ORDER, self._given)
         done = self._words.watch(DONE)
         while done() < self._given:

@@ -200,7 +200,7 @@ class Orders:
         self._publisher.announce(version)
         for server in range(len(self._servers)):
             self._publisher.note_made(server, version)
-        self._words.write_range(MADE, [version] * len(self._servers))
+        self._words.store(MADE, [version] * len(self._servers))
         self.ordered = step
         self._request("begin", version)
 

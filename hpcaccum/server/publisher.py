@@ -17,8 +17,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hpcaccum.errors import format_ranks
-from hpcaccum.mpi import AtomicWords
-from hpcaccum.nodes import Agent, Change, is_short
+from hpcaccum.nodes import Agent, Change, is_short, words_of
 from hpcaccum.server.double_buffer import (
     DoubleBuffer,
     step_of,
@@ -106,7 +105,7 @@ class Publisher:
     ) -> None:
         count = len(self._servers) if len(self._servers) > 1 else 0
         self._count = _MADE + count
-        self._words = AtomicWords(group, self._servers[0], self._count)
+        self._words = words_of(group, self._servers[0], self._count, self._what)
         undo.callback(self._words.free)
         self._agent = Agent.of(group)
         self.agent = ParameterAgent(

@@ -15,7 +15,7 @@ from hpcaccum.accumulator import (
     word_of,
 )
 from hpcaccum.errors import EverybodyLeftError, format_ranks
-from hpcaccum.mpi import AtomicWords
+from hpcaccum.nodes import words_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,6 +55,7 @@ class UpdateQueue:
         root: The rank that applies the gradients, which has the words.
         max_lag: Largest lag that is admitted, in steps; infinity admits all gradients.
         workers: Number of ranks that submit, and may leave.
+        what: Begins messages.
         factors: Of gradients by their lag, the same on all ranks; None if all are 1.
 
     Attributes:
@@ -69,6 +70,7 @@ class UpdateQueue:
         root: int,
         max_lag: float,
         workers: int,
+        what: str,
         factors: Factors | None = None,
     ) -> None:
         self._rank, self._size, self._max_lag = group.rank, group.size, max_lag
@@ -81,11 +83,11 @@ class UpdateQueue:
         # Of each place: the factor, as bits.
         self._scales = layout.take(group.size)
         self._intents = layout.take(_APART * group.size, own_lines=True)
-        self.words = words = AtomicWords(group, root, layout.count)
+        self.words = words = words_of(group, root, layout.count, what)
         self.membership = Membership(
             words, self._members, group.rank, group.size, workers
         )
-        self.counters = Counters(words, counters, group.rank, group.size)
+        self.counters = Counters(words, counters, group.size)
 
     @property
     def step(self) -> int:
@@ -131,7 +133,7 @@ class UpdateQueue:
         return receipt
 
     def _set_intent(self, rank: int, word: int) -> None:
-        self.words.store_unordered(self._intents + _APART * rank, word, 0)
+        self.words.store_unordered(self._intents + _APART * rank, word)
 
     def end_intent(self, rank: int) -> None:
         """Say that the last gradient of a rank is in its place, or not admitted."""
@@ -143,7 +145,7 @@ class UpdateQueue:
         if self._factors is not None:
             scale = self._scales + step % self._size
             self.words.write(scale, word_of(receipt.factor))
-        self.words.store(self._place(step), [(step + 1) << _WHOSE_BITS | whose])
+        self.words.write(self._place(step), (step + 1) << _WHOSE_BITS | whose)
 
     def _place(self, step: int) -> int:
         """Return the word for the gradient that is admitted at a step."""

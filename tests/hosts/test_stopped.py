@@ -123,12 +123,14 @@ if comm.rank == 0:
 """
 )
 
-# Rank 0 waits for the sum of h3, in vain and with success.
+# Rank 0 waits for the sum of h3, in vain and with success. The gradients are too long
+# to be sent with the requests to admit them.
 SUM = (
     STOP
     + """
-acc = hpc.ConditionalAccumulator("f8", (10,))
-assert acc.apply_grad(np.ones(10))
+size = int(arguments[0])
+acc = hpc.ConditionalAccumulator("f8", (size,))
+assert acc.apply_grad(np.ones(size))
 comm.allgather(None)
 if host == "h3":
     stop()
@@ -234,7 +236,7 @@ def test_all_updates_wait_for_a_server_that_is_stopped(
 
 
 def test_the_node_that_is_waited_for_is_named(cluster: Cluster, tmp_path: Path):
-    found = run(cluster, SUM, tmp_path)
+    found = run(cluster, SUM, tmp_path, LONG)
 
     assert ": take_grad(6): waited 0.2" in found, found
     assert found.endswith(" s for the sum of node h3 (leader rank 4)"), found

@@ -1,6 +1,6 @@
 /*
  * The protocol of hpcaccum.ConditionalAccumulator. In hpcaccum/accumulator: protocol.py,
- * writer.py, buffers.py, taker.py, ticket_lock.py, membership.py.
+ * writer.py, buffers.py, taker.py, ticket_lock.py, membership.py, host_calls.py.
  *
  * tests/system/test_model.py runs it through Spin. A configuration is a set of macros:
  *
@@ -13,8 +13,8 @@
  *                      gradients)
  *   TIMEOUTS           a take may fail: in line, for lack of gradients, because admitted
  *                      writers do not finish, because its caller cannot use the result
- *   KNOWN              a writer reads its record only if it was last admitted to the
- *                      same parity, as buffers.py does; without, always
+ *   KNOWN              a writer remembers which buffer the other round holds, as
+ *                      buffers.py does; without, it reads that record
  *   SETTER             a process sets the step: to 0, then to 2
  *   OBSERVER           a process reads the number of accumulated gradients
  *   LEAVE              writers leave when they are done, and quorums shrink
@@ -67,11 +67,11 @@
  * 7. Timeouts may strike whenever a take could wait: time is not modelled. How many
  *    gradients a take requires is decided when it needs to know.
  * 8. After a failed compare-and-swap STATE is read anew. The code uses the word that the
- *    swap returned, which is the case that nothing happens in between. The word that a
- *    writer remembers as a first guess is not modelled: see 5; and the code drops a
- *    gradient only on a fresh read. Between nodes, an agent makes the swap, the mark and
- *    the record of a writer that waits for it: the same steps in the same order, by
- *    another process.
+ *    swap returned, which is the case that nothing happens in between. Between nodes, an
+ *    agent makes the steps of an admission or a take for a rank that waits: the same
+ *    steps in the same order, by another process. It is this agent that says that the
+ *    rank is lost, between two of them. So here, too, a taker that is lost does nothing
+ *    any more (BUG_LOST_MEANWHILE: it goes on).
  * 9. Who finds out that a process is dead is not modelled: that comes at any time after
  *    it. An exception in a call is the same case: its rank says that it is lost. Only
  *    the CRASH configurations have intents and the mark `writing`, which nobody reads
@@ -207,10 +207,6 @@ inline admit() {
     :: WAITING(s) && COUNT(s) > 1 -> STATE = s - 1; check_state()
     :: !WAITING(s) -> STATE = s + 1; check_state()
     fi;
-#ifdef REMEMBERS
-    known = (p != last_parity || !mine[p]);
-    last_parity = p;
-#endif
     s = 0
 }
 
@@ -227,6 +223,10 @@ inline choose() {
     buffer = 1
 #elif defined(REMEMBERS)
     mine[p] = 0;
+    if
+    :: mine[1 - p] && !RECORD(me, 1 - p) -> HAPPENS(a writer takes a buffer for used)
+    :: else
+    fi;
     buffer = (BUFFER(mine[1 - p]) == 1 -> 2 : 1)
 #else
     buffer = (BUFFER(RECORD(me, 1 - p)) == 1 -> 2 : 1)
@@ -296,7 +296,6 @@ proctype Writer(byte me) {
     byte gradient = 1 << (me * GRADS);
     bit p;
 #ifdef REMEMBERS
-    bit known, last_parity;
     byte mine[2];               /* the last record written; 0: surely none */
 #endif
 
@@ -415,15 +414,8 @@ swap:
 
     if
 #ifdef BUG_OLD_KNOWLEDGE
-    :: d_step { !known -> join(mine[p]); store(0) }
-    :: d_step { known -> known = 0; choose(); store(0) }
-#elif defined(KNOWN)
-    :: d_step { !known && RECORD(me, p) -> join(mine[p]); store(0) }
-    :: d_step { !known && !RECORD(me, p) -> HAPPENS(a writer does not know) };
-       d_step { choose(); store(0) }
-    :: d_step { known && mine[p] && !RECORD(me, p) -> HAPPENS(a writer knows) };
-       d_step { known = 0; choose(); store(0) }
-    :: d_step { known && !mine[p] && !RECORD(me, p) -> known = 0; choose(); store(0) }
+    :: d_step { mine[p] -> join(mine[p]); store(0) }
+    :: d_step { !mine[p] -> choose(); store(0) }
 #elif defined(FINE)
 #if GRADS > 1
     :: d_step { RECORD(me, p) -> join(RECORD(me, p)) };
@@ -972,6 +964,16 @@ end:
     skip
 }
 
+#ifdef BUG_LOST_MEANWHILE
+/* Says that a taker is lost, which goes on: an agent takes for it. */
+proctype Finder() {
+    byte me = 1;
+    if
+    :: d_step { true -> lose_taker() }
+    fi
+}
+#endif
+
 #ifdef SETTER
 inline set() {
     check_state();
@@ -1086,6 +1088,9 @@ init {
 #endif
 #ifdef OBSERVER
         run Observer();
+#endif
+#ifdef BUG_LOST_MEANWHILE
+        run Finder();
 #endif
         run Monitor()
     }

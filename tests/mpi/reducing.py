@@ -131,8 +131,11 @@ _MADE_UP: dict[str, int] = {}
 def made_up(comm: MPI.Intracomm, nodes: str) -> Group:
     """Return the group of a communicator that believes it is on such nodes. Collective.
 
-    All tests that share the communicator share the group.
+    All tests that share the communicator share the group. If its ranks share no memory,
+    each is on a node of its own.
     """
+    if not group_of(comm).single_node:
+        nodes = "singles"
     if nodes not in _MADE_UP:
         _MADE_UP[nodes] = MPI.Comm.Create_keyval(
             delete_fn=lambda _comm, _key, kept: _end(*kept)

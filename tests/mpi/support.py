@@ -37,13 +37,17 @@ def add_often(
     """Add to a word again and again, with a pause only after 500 additions.
 
     A call of `AtomicWords` yields the core after each, so two of them rarely overlap.
+    For a rank of another node, an agent makes them.
     """
     origin, results = np.array([value]), np.empty((500, 1), np.int64)
-    place = words._first + index
     while not until():
+        if not words.direct:
+            words.fetch_add(index, value)
+            continue
+        root, place = words._window_root, words._first + index
         for result in results:
-            words._window.Fetch_and_op(origin, result, words.root, place, MPI.SUM)
-        words._window.Flush(words.root)
+            words._window.Fetch_and_op(origin, result, root, place, MPI.SUM)
+        words._window.Flush(root)
 
 
 def together(test: Callable[..., None]) -> Callable[..., None]:

@@ -25,6 +25,8 @@ from .on_nodes import group_on_nodes, held_agent, named  # noqa: F401
 from .support import WAIT, meet
 
 ELEMENTS = 6
+# To ask for the step would need the agent.
+ANY_STEP = 99
 
 
 @pytest.fixture
@@ -56,6 +58,12 @@ def limit(monkeypatch):
 
 @pytest.fixture
 def acc(group, host):
+    # A gradient that is in no slot is not sent with the request.
+    with testing.limits(short=0):
+        yield from made(group, host)
+
+
+def made(group, host):
     made = ConditionalAccumulator("float32", (ELEMENTS,), comm=group, host=host)
     yield made
     made.free()
@@ -64,11 +72,11 @@ def acc(group, host):
 def in_slot(acc, value):
     slot = acc.slot(timeout=WAIT)
     slot[:] = value
-    return acc.apply_grad(slot, acc.global_step)
+    return acc.apply_grad(slot, ANY_STEP)
 
 
 def copied(acc, value):
-    return acc.apply_grad(np.full(ELEMENTS, value), acc.global_step)
+    return acc.apply_grad(np.full(ELEMENTS, value), ANY_STEP)
 
 
 def late(held, limit, caller, do, *args):
@@ -124,6 +132,18 @@ def test_a_slot_has_its_own_limit(held, limit, acc, caller):
             at(caller, copied, acc, 5)
         with pytest.raises(WaitTimeoutError, match=r"slot: waited .* answer of the"):
             at(caller, acc.slot, timeout=VAIN)
+
+
+def test_a_slot_that_asks_the_agent_has_its_limit(held, acc, caller):
+    # The last rounds that are known to this rank have both of its buffers.
+    for _ in range(2):
+        assert at(caller, copied, acc, 5)
+        at(0, acc.take_grad, 1, timeout=WAIT)
+    late = pytest.raises(WaitTimeoutError, match=r"slot: waited .* answer of the")
+    with held, testing.limits(grace=VAIN), late:
+        at(caller, acc.slot, timeout=VAIN)
+    # It looks once, also without time.
+    at(caller, acc.slot, timeout=0)
 
 
 def test_another_thread_does_not_wait_longer_than_its_limit(held, acc, caller):
@@ -239,3 +259,33 @@ def test_a_rank_that_waits_warns_and_names_the_agent(
     message = at(caller, lambda: caplog.text)
     assert "conditional_accumulator: apply_grad: waited" in message
     assert f"for the answer of the agent of {named(group.nodes[-1][0])}" in message
+
+
+def test_a_pull_that_warns_does_not_wait_for_the_agent(
+    held, group, caller, host, caplog, monkeypatch
+):
+    w = hpc.Variable(np.zeros(ELEMENTS), "w")
+    opt = hpc.SyncReplicasOptimizer(hpc.SGD(1), 1, comm=group, host=host)
+    opt.initialize([w])
+    monkeypatch.setattr(deadline, "FIRST_WARNING", VAIN)
+    with caplog.at_level("WARNING", "hpcaccum"), held, testing.limits(grace=VAIN):
+        pulling = Background(caller, lambda: testing.wait_for(opt, 1))
+        # What the update waits for is in words of the host's node.
+        at(caller, until, lambda: "pull: waited" in caplog.text)
+    assert at(host, testing.push, opt, {"w": np.ones(ELEMENTS)}, 0)
+    pulling.result()
+    opt.free()
+    message = at(caller, lambda: caplog.text)
+    assert f"s for the answer of the agent of {named(group.nodes[-1][0])}" in message
+
+
+def test_a_short_gradient_counts_when_the_answer_comes(
+    held, limit, group, caller, host
+):
+    # Its contents were part of the request; the next one is added to it.
+    for acc in made(group, host):
+        with testing.limits(short=1 << 13):
+            late(held, limit, caller, copied, acc, 4)
+            assert at(caller, copied, acc, 6)
+        same_bits(at(0, acc.take_grad, 2, timeout=WAIT), np.full(ELEMENTS, 5, "f4"))
+        meet()

@@ -58,8 +58,9 @@ def test_accumulators_are_made_used_at_once_and_freed_many_times(group, rank, si
             if rank == (turn + 1) % size:
                 assert (acc.take_grad(size, timeout=WAIT) == turn).all()
             numbers.append(communicators(group))
-    # MPICH has 2,048 communicators; each new agent takes one.
-    assert max(numbers[5:]) - min(numbers[5:]) <= 1
+    # MPICH has 2,048 communicators; each new agent takes one. Those of earlier tests
+    # may become free meanwhile.
+    assert max(numbers[-5:]) <= max(numbers[:5]) + 1
 
 
 def communicators(group):
@@ -84,7 +85,9 @@ def test_a_take_that_waits_does_not_delay_others(group, size):
 
 def test_an_agent_that_does_not_end_its_work_is_named(held, group, rank, monkeypatch):
     acc = made(group)
-    everywhere(acc.apply_grad, np.ones(3))
+    # So that it is asked for its sum.
+    with testing.limits(short=0):
+        everywhere(acc.apply_grad, np.ones(3))
     with held, testing.limits(sums=VAIN):
         with pytest.raises(WaitTimeoutError):
             at(0, acc.take_grad, 1, timeout=VAIN)

@@ -11,9 +11,8 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum.mpi.memory.region import Region
-from hpcaccum.mpi.talk.progress import ProgressThread
+from hpcaccum.mpi.talk.progress import Progress, short_switch_interval
 
-from .acting import until
 from .on_nodes import group_on_nodes  # noqa: F401
 from .support import WAIT
 from .training import meet
@@ -52,32 +51,22 @@ def test_gradients_arrive_while_the_host_computes(comm, rank, size, work, tmp_pa
     acc.free()
 
 
-def nothing():
-    return memoryview(b"")
-
-
-def test_switch_interval_is_short_while_it_runs(comm):
+def test_switch_interval_is_short_while_it_has_users():
     before = sys.getswitchinterval()
-    progress = [ProgressThread(comm) for _ in range(2)]
     during = pytest.approx(1e-3)
-    for each in progress:
-        each.start(nothing)
-        # The thread itself sets it.
-        until(lambda: sys.getswitchinterval() == during)
-    progress[0].stop(nothing)
-    assert sys.getswitchinterval() == during
-    progress[1].stop(nothing)
+    with short_switch_interval:
+        with short_switch_interval:
+            assert sys.getswitchinterval() == during
+        assert sys.getswitchinterval() == during
     assert sys.getswitchinterval() == pytest.approx(before)
 
 
-def test_shorter_switch_interval_of_the_user_is_kept(comm):
+def test_shorter_switch_interval_of_the_user_is_kept():
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     short = sys.getswitchinterval()
-    progress = ProgressThread(comm)
-    progress.start(nothing)
-    during = sys.getswitchinterval()
-    progress.stop(nothing)
+    with short_switch_interval:
+        during = sys.getswitchinterval()
     after = sys.getswitchinterval()
     sys.setswitchinterval(before)
 
@@ -93,56 +82,39 @@ class Clock:
         return self.now
 
 
-@pytest.fixture
-def replaced(comm):
-    """Return a ProgressThread that this thread replaces, and what starts it."""
-    progress, started = ProgressThread(comm), []
-    progress.replace(True)
-
-    def start(*window):
-        started.append(window[0])
-        progress.start(*window)
-        return progress
-
-    yield start
-    progress.replace(False)
-    for window in started:
-        progress.stop(window)
-
-
-def test_naps_are_long_where_no_word_changes(replaced, monkeypatch):
+def test_naps_are_long_where_no_word_changes(monkeypatch):
     words, clock = bytearray(8), Clock()
     monkeypatch.setattr("hpcaccum.mpi.talk.progress.time", clock)
-    progress = replaced(lambda: memoryview(words))
+    progress = Progress()
+    end = progress.watch(lambda: memoryview(words))
     first, naps = progress.nap(math.inf), [progress.nap(1e-4)]
     for _ in range(2):
         clock.now += 1.0
         naps.append(progress.nap(math.inf))
         words[0] += 1
     naps.append(progress.nap(math.inf))
+    end()
+    clock.now += 1.0
+    naps += progress.nap(math.inf), progress.nap(1e-4)
 
     # It is needed for something else; nothing has changed; something has, twice.
     assert naps[0] < 1e-4
-    assert naps[1:] == [5e-3, first, first]
+    assert naps[1:4] == [5e-3, first, first]
     assert first < 1e-3
+    assert naps[5] == naps[0]
 
 
-def test_naps_are_short_where_changes_cannot_be_seen(replaced, monkeypatch):
-    clock, memory = Clock(), memoryview(bytearray(1 << 20))
-    monkeypatch.setattr("hpcaccum.mpi.talk.progress.time", clock)
-    progress = replaced(lambda: memory)
-    first = progress.nap(math.inf)
-    clock.now += 1.0
-    assert progress.nap(math.inf) == first < 1e-3
-
-
-def test_naps_are_short_while_data_arrive(replaced):
-    arrives, memory = [False], memoryview(bytearray(1 << 20))
-    progress, naps = replaced(lambda: memory, lambda: arrives[0]), []
+def test_naps_are_short_while_data_arrive():
+    arrives, progress, naps = [False], Progress(), []
+    end = progress.expect(lambda: arrives[0])
     for arrives[0] in (False, True, False):
         naps.append(progress.nap(math.inf))
+    end()
+    arrives[0] = True
+    naps.append(progress.nap(math.inf))
 
-    assert naps[1] < 50e-6 < naps[0] == naps[2]
+    assert naps[1] < 50e-6 < naps[0]
+    assert naps[2:] == [naps[0]] * 2 or naps[2:] == [5e-3] * 2
 
 
 class Paused:

@@ -25,9 +25,9 @@ def pieces(request):
 
 
 @pytest.fixture(autouse=True)
-def impatient():
-    """Takes do not wait for other nodes longer than for gradients."""
-    with testing.limits(sums=VAIN):
+def limits():
+    """Takes wait for other nodes no longer than for gradients; no agent has copies."""
+    with testing.limits(sums=VAIN, short=0):
         yield
 
 

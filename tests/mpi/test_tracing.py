@@ -98,12 +98,12 @@ def train_with_all(on):
         train(maker, on)
 
 
-def use_parts(comm):
+def use_parts(comm, taker=0):
     """Use what no optimizer uses."""
     for storage in "slots", "sum":
         with hpc.ConditionalAccumulator("f4", (8,), comm=comm, storage=storage) as acc:
             acc.apply_grad(np.ones(8, "f4"))
-            if comm.rank == 0:
+            if comm.rank == taker:
                 acc.take_grad(comm.size)
     with hpc.SparseConditionalAccumulator("f4", (8, 1), comm=comm, capacity=1) as acc:
         acc.apply_grad([3], np.ones((1, 1)))
@@ -145,6 +145,7 @@ def test_every_marked_method_is_in_a_trace(traced, comm, nodes):
         train_with_all(nodes)
         train(WRAPPERS["SyncReplicas"], nodes, servers=servers)
         use_parts(comm)
+        use_parts(nodes, comm.size - 1)
 
     file = traced(act, nodes)
     found = {event["cat"]: event["name"] for event in events(file)}

@@ -11,12 +11,13 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum.mpi import AtomicWords, group_of
-from hpcaccum.mpi.memory import atomic_words, word_window
+from hpcaccum.mpi import group_of
 from hpcaccum.mpi.memory import region as region_module
 from hpcaccum.mpi.memory import windows as module
+from hpcaccum.mpi.memory import word_window
 from hpcaccum.mpi.memory.region import Region
 from hpcaccum.mpi.memory.word_window import KeptWindows
+from hpcaccum.nodes import words_of
 
 from .acting import at, everywhere, meet, until
 from .support import WAIT, add_often
@@ -27,23 +28,20 @@ pytestmark = [pytest.mark.own_comm, pytest.mark.any_size]
 @pytest.fixture(params=["first", "last"])
 def words(request, comm):
     host = 0 if request.param == "first" else comm.size - 1
-    made = AtomicWords(group_of(comm), host, 20)
+    made = words_of(group_of(comm), host, 20)
     yield made
     meet()
     made.free()
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-    """Do not look for long whether a word has another value than the lowest."""
-    monkeypatch.setattr(atomic_words, "_PATIENT", 1e-3)
+def test_words_begin_at_0(words):
+    assert words.read_range(0, 20) == [0] * 20
 
 
-@pytest.mark.usefixtures("impatient")
 def test_word_that_is_written_is_read_by_all(words):
     large, low = 2**63 - 1, -(2**63)
     at(1, words.write, 3, large)
-    at(2, words.write_range, 4, [low, 7])
+    at(2, words.store, 4, [low, 7])
 
     assert all(
         found == [0, large, low, 7, 0] for found in everywhere(words.read_range, 2, 5)
@@ -63,38 +61,16 @@ def test_swap_sets_only_what_is_expected(words):
     assert at(1, words.read, 2) == -1
 
 
-@pytest.mark.usefixtures("impatient")
 def test_exchange_returns_what_was(words):
     assert at(1, words.exchange, 2, 5) == 0
     assert at(2, words.exchange, 2, -(2**63)) == 5
     assert at(0, words.read, 2) == -(2**63)
 
 
-def test_stored_words_are_complete_after_a_flush(words):
-    def post():
-        words.store(5, np.array([1, 2], np.int64))
-        words.flush()
-
-    at(1, post)
-    assert at(2, words.read_range, 5, 2) == [1, 2]
-
-
-def test_words_are_set_whatever_they_were(words):
-    def set_both(was):
-        words.store_unordered(7, was + 1, was)
-        words.write(8, was + 1, was)
-
-    # At first both are 0; one that is not what a rank believes is set as well.
-    for was in [0, 5, 6]:
-        at(1, set_both, was)
-        assert at(0, words.read_range, 7, 2) == [was + 1] * 2
-
-
 class Spy:
     """A window that remembers what was called."""
 
-    MOVES = ("Put", "Get", "Accumulate", "Get_accumulate")
-    ATOMICS = ("Fetch_and_op", "Compare_and_swap")
+    MOVES = ("Put", "Get", "Accumulate")
 
     def __init__(self, window):
         self.window, self.calls = window, []
@@ -116,40 +92,20 @@ class Spy:
 # Shared memory, and a network without load, would hide a missing flush or fence.
 
 
-def test_words_have_moved_when_a_call_returns(comm, words, monkeypatch):
-    spy, group = Spy(words._window), group_of(comm)
-    # Between nodes a message brings the outcome, and another thread of the host may be
-    # about to store it; to a rank that is alone on its node, too.
-    at_once = words.near and len(group.node_ranks) > 1
-    monkeypatch.setattr(words, "_window", spy)
-    monkeypatch.setattr(words, "_barrier", spy.Sync)
-    reads = [(words.read, 1), (words.read_range, 1, 3)]
-    writes = [(words.write, 1, 2), (words.write_range, 1, [2, 3])]
-    for call in [
-        *reads,
-        *writes,
-        (words.fetch_add, 1, 1),
-        (words.exchange, 1, 0),
-        (words.compare_and_swap, 1, 0, 0),
-    ]:
-        calls = spy.during(*call)
-        moves = [name for name in calls if name in (*Spy.MOVES, *Spy.ATOMICS)]
-        if moves:
-            known = at_once and moves[-1] in Spy.ATOMICS
-            moves.append("Sync" if known else "Flush")
-        if call in writes:
-            # A rank that sees the words also sees all earlier stores.
-            assert calls == ["Sync", *(moves or ["Sync"])]
-        elif call in reads:
-            # Later loads are at least as new as the words.
-            assert calls == [*moves, "Sync"]
-        else:
-            assert calls == moves
-    assert spy.during(words.sync) == ["Sync"]
-    words.store(1, [4, 5])
-    waits = [] if at_once else ["Compare_and_swap"]
-    waits = [] if words.direct else [*waits, "Flush"]
-    assert spy.during(words.flush) == waits
+def test_words_have_changed_when_a_call_returns(comm, words, monkeypatch):
+    if words.direct:
+        spy = Spy(words._window)
+        monkeypatch.setattr(words, "_window", spy)
+        monkeypatch.setattr(words, "_barrier", spy.Sync)
+        # A rank that is alone sends itself a message.
+        ends = "Sync" if len(group_of(comm).node_ranks) > 1 else "Flush"
+        for call, name in [
+            ((words.fetch_add, 1, 1), "Fetch_and_op"),
+            ((words.exchange, 1, 0), "Fetch_and_op"),
+            ((words.compare_and_swap, 1, 0, 0), "Compare_and_swap"),
+        ]:
+            assert spy.during(*call) == [name, ends]
+        assert spy.during(words.sync) == ["Sync"]
     meet()
 
 
@@ -166,7 +122,7 @@ class Ordered(Spy):
 
 
 def test_words_are_stored_after_a_fence_and_loaded_before_one(comm, monkeypatch):
-    words = AtomicWords(group_of(comm), 0, 4)
+    words = words_of(group_of(comm), 0, 4)
     if words.direct:
         order = Ordered(words._words)
         monkeypatch.setattr(words, "_words", order)
@@ -225,8 +181,8 @@ def test_swaps_of_all_ranks_are_atomic(words, size):
 
 @pytest.mark.ranks(min=2)
 def test_an_exchange_among_additions_is_not_lost(words, rank):
-    # In memory of its own node a rank is faster, and meets an addition less often.
-    number = 20_000 if words.direct else 1_000
+    # In memory of its own node a rank is faster; elsewhere an agent makes the changes.
+    number = 20_000 if words.direct else 100
 
     def exchange():
         until(lambda: words.read(1))
@@ -245,7 +201,7 @@ def test_an_exchange_among_additions_is_not_lost(words, rank):
 
 @pytest.mark.ranks(min=2)
 def test_words_are_reached_while_the_host_computes(comm, rank):
-    words = AtomicWords(group_of(comm), 0, 2)
+    words = words_of(group_of(comm), 0, 2)
     meet()
     if rank == 0:
         block = np.ones((300, 300))
@@ -299,7 +255,7 @@ HUGE = 2**50
 @pytest.mark.parametrize("host", [0, -1], ids=["first", "last"])
 def test_window_without_room_is_refused_on_every_rank(comm, host):
     with pytest.raises(hpc.InvalidArgumentError, match=r"/dev/shm, .* --shm-size"):
-        AtomicWords(group_of(comm), host % comm.size, HUGE // 8)
+        words_of(group_of(comm), host % comm.size, HUGE // 8)
 
 
 def test_window_whose_memory_others_take_is_refused_on_every_rank(comm, monkeypatch):
@@ -310,13 +266,15 @@ def test_window_whose_memory_others_take_is_refused_on_every_rank(comm, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(module, "pieces", full)
         with pytest.raises(hpc.InvalidArgumentError, match=r"/dev/shm, .* --shm-size"):
-            AtomicWords(group_of(comm), comm.size - 1, 8)
+            words_of(group_of(comm), comm.size - 1, 8)
     meet()
 
 
 def test_window_is_refused_where_mpi_can_make_no_communicator(comm, monkeypatch):
     group = group_of(comm)
-    real = group.comm
+    # The windows of words are those of a node.
+    whose = group if group.single_node else group.inside
+    real = whose.comm
 
     class Exhausted:
         def __getattr__(self, name):
@@ -326,9 +284,9 @@ def test_window_is_refused_where_mpi_can_make_no_communicator(comm, monkeypatch)
             raise MPI.Exception(MPI.ERR_OTHER)
 
     with monkeypatch.context() as patch:
-        patch.setattr(group, "comm", Exhausted())
+        patch.setattr(whose, "comm", Exhausted())
         with pytest.raises(RuntimeError, match=r"\d+ objects of hpcaccum are open"):
-            AtomicWords(group, 0, 8)
+            words_of(group, 0, 8)
 
 
 class Windows:
@@ -361,19 +319,21 @@ class Freed:
 
 
 @pytest.fixture
-def windows(monkeypatch):
+def windows(comm, monkeypatch):
+    if not group_of(comm).single_node:
+        pytest.skip("words are those of a node")
     return Windows(monkeypatch)
 
 
 def test_objects_with_words_on_one_rank_share_a_window(comm, size, windows):
     group = group_of(comm)
-    made = [AtomicWords(group, 0, 20) for _ in range(3)]
-    made.append(AtomicWords(group, size - 1, 20))
+    made = [words_of(group, 0, 20) for _ in range(3)]
+    made.append(words_of(group, size - 1, 20))
 
     assert [root for root, _ in windows.made] == [0, size - 1][: min(size, 2)]
     # Each has words of its own.
     for number, words in enumerate(made, 1):
-        at(1, words.write_range, 0, [number] * 20)
+        at(1, words.store, 0, [number] * 20)
     for number, words in enumerate(made, 1):
         assert everywhere(words.read_range, 0, 20) == [[number] * 20] * size
         assert everywhere(words.fetch_add, 19, 0) == [number] * size
@@ -385,7 +345,7 @@ def test_objects_with_words_on_one_rank_share_a_window(comm, size, windows):
 def test_a_window_is_kept_for_later_words(comm, size, windows):
     group = group_of(comm)
     for root in (0, size - 1, 0):
-        words = AtomicWords(group, root, 1)
+        words = words_of(group, root, 1)
         assert words.fetch_add(0, 0) == 0
         words.free()
 
@@ -395,7 +355,7 @@ def test_a_window_is_kept_for_later_words(comm, size, windows):
 
 def test_windows_are_freed_with_the_communicator(comm, size, windows):
     own = comm.Dup()
-    words = [AtomicWords(group_of(own), root, 1) for root in {0, size - 1}]
+    words = [words_of(group_of(own), root, 1) for root in {0, size - 1}]
     meet()
     for each in words:
         each.free()
@@ -407,9 +367,9 @@ def test_windows_are_freed_with_the_communicator(comm, size, windows):
 def test_new_words_are_0_where_others_were_freed(comm, windows):
     group = group_of(comm)
     # 256 such parts are all that a window has.
-    others = AtomicWords(group, 0, 1)
+    others = words_of(group, 0, 1)
     for _ in range(1000):
-        words = AtomicWords(group, 0, 16)
+        words = words_of(group, 0, 16)
         # No rank waits for the others. A late one must not set the word to 0 again.
         before = words.fetch_add(0, 1)
         assert 0 <= before < comm.size
@@ -432,7 +392,9 @@ def test_windows_are_given_up_if_ranks_have_taken_different_words(
 ):
     group = group_of(comm)
     whose = group.inside if inside else group
-    others = AtomicWords(whose, 0, 1)
+    if not whose.single_node:
+        pytest.skip("words are those of a node")
+    others = words_of(whose, 0, 1)
     # As an interrupted constructor leaves it.
     if rank == size - 1:
         KeptWindows.of(whose).find(0).take(1)
@@ -443,7 +405,7 @@ def test_windows_are_given_up_if_ranks_have_taken_different_words(
         if rank == 0:
             mean = acc.take_grad(size, timeout=WAIT)
             assert (mean == (size + 1) / 2).all()
-        words = AtomicWords(whose, 0, 1)
+        words = words_of(whose, 0, 1)
         at(0, words.write, 0, 7)
         near = group.nodes[0] if inside else range(size)
         assert everywhere(words.read, 0) == [7 * (r in near) for r in range(size)]
@@ -455,7 +417,7 @@ def test_windows_are_given_up_if_ranks_have_taken_different_words(
 
 def test_words_that_have_no_room_get_a_window_of_their_own(comm, windows):
     group = group_of(comm)
-    few, many = AtomicWords(group, 0, 8), AtomicWords(group, 0, 5000)
+    few, many = words_of(group, 0, 8), words_of(group, 0, 5000)
     at(0, many.write, 4999, 7)
 
     assert everywhere(many.read, 4999) == [7] * comm.size
@@ -466,13 +428,14 @@ def test_words_that_have_no_room_get_a_window_of_their_own(comm, windows):
     many.free()
 
 
-def test_progress_is_one_thread_a_group_where_ranks_are_apart(comm, rank):
+def test_an_agent_is_one_thread_a_node_where_ranks_are_apart(comm, rank):
     group, before = group_of(comm), threading.active_count()
-    words = [AtomicWords(group, 0, 8) for _ in range(2)]
+    words = [words_of(group, 0, 8) for _ in range(2)]
     started = threading.active_count() - before
     words.pop().free()
     left = threading.active_count() - before
     words.pop().free()
 
-    assert started == left == (rank == 0 and not group.single_node)
+    leads = rank == group.node_ranks[0] and not group.single_node
+    assert started == left == leads
     assert threading.active_count() == before

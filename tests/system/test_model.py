@@ -75,7 +75,7 @@ ACCUMULATOR = Model(
             "a closed round is resumed",
             "a take of a lost taker is completed",
         },
-        "KNOWN": {"a writer knows", "a writer does not know"},
+        "KNOWN": {"a writer takes a buffer for used"},
         "TIMEOUTS": {
             "a take gives up in line",
             "a take gives up for want of gradients",
@@ -105,6 +105,7 @@ ACCUMULATOR = Model(
             "WRITERS=2 LEAVE CRASH TAKER_CRASH FINE",
             "number==tally[p]",
         ),
+        "LOST_MEANWHILE": ("WRITERS=2 LEAVE CRASH TAKER_CRASH FINE", "head==0"),
         "LEFT_LATE": ("WRITERS=2 LEAVE", "!(nobody)||(tally[open_now]==0)"),
     },
     processes={"Writer", "Taker"},

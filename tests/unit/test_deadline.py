@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -311,6 +312,31 @@ def test_all_waits_end_when_a_rank_is_lost(monkeypatch, how):
     assert len(looks) == 3
     # What needs no wait is still possible.
     assert Deadline(None, "call").wait(lambda: 7, str) == 7
+
+
+def test_a_message_that_others_do_not_explain_names_them(monkeypatch):
+    monkeypatch.setattr(module, "_GRACE", 0.02)
+
+    def ask():
+        return Deadline(None, "words").wait(never, lambda: "the agent")
+
+    begin = time.monotonic()
+    with pytest.raises(hpc.WaitTimeoutError) as caught:
+        Deadline(0, "call").wait(never, lambda: f"{ask()}, {ask()}")
+
+    assert re.fullmatch(r"call: waited 0.0\d+ s for the agent", str(caught.value))
+    assert time.monotonic() - begin < WAIT
+    # Only for the message: later waits have no such limit.
+    assert Deadline(None, "later").remaining == math.inf
+
+
+def test_waits_within_a_limit_are_part_of_the_call():
+    deadline = Deadline(0.02, "call")
+    with (
+        pytest.raises(hpc.WaitTimeoutError, match=r"call: waited .* for the agent"),
+        deadline.limits(),
+    ):
+        Deadline(None, "words").wait(never, lambda: "the agent")
 
 
 def test_time_of_all_waits_of_a_call_is_added_up():

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.mpi.job.runtime import MPI
-from hpcaccum.mpi.memory.windows import FREED, allocate, free, make_progress
+from hpcaccum.mpi.memory.windows import FREED, allocate, free
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi.talk.group import Group
@@ -28,11 +28,12 @@ class Region:
 
     What `accumulate` adds on another node moves when the root calls MPI, and little at
     a time. So ranks announce long additions, each in a word of its own on the root,
-    whose `ProgressThread` naps only briefly until they are complete.
+    whose agent naps only briefly until they are complete.
 
     Args:
         group: The ranks.
-        root: The rank with the memory.
+        root: The rank with the memory. Between nodes, the agent of its node is one of
+            its threads.
         nbytes: Its size.
 
     Attributes:
@@ -57,9 +58,9 @@ class Region:
         # The thread reads them again and again: NumPy would take ten times as long.
         self._announced: memoryview = self._memory[self._words :].data
         self._none = bytes(self._announced.nbytes)
-        self._end_progress = make_progress(
-            group, root, self._window, arrives=self.is_added_to
-        )
+        self._end_arrivals: Callable[[], None] | None = None
+        if group.rank == root and not group.single_node:
+            self._end_arrivals = group.progress.expect(self.is_added_to)
 
     def _map(self, group: Group) -> Array:
         memory = self._window.tomemory()
@@ -126,7 +127,8 @@ class Region:
 
     def free(self) -> None:
         """Free the window. Collective."""
-        self._end_progress()
+        if self._end_arrivals is not None:
+            self._end_arrivals()
         self._announced = memoryview(b"")
         self._memory = np.empty(0, np.uint8)
         free(self._window)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpcaccum.errors import FreedError
-from hpcaccum.mpi.job.runtime import MPI, is_open_mpi
+from hpcaccum.mpi.job.runtime import MPI
 from hpcaccum.mpi.job.shutdown import at_end, count_open
 from hpcaccum.mpi.memory.node_memory import check_room, explained, pieces
 from hpcaccum.mpi.talk.creation import creating, duplicate, waiting
@@ -73,47 +73,8 @@ def allocate(group: Group, root: int, nbytes: int, unit: int) -> Any:
     return window
 
 
-def make_progress(
-    group: Group,
-    root: int,
-    window: Any,
-    used: Callable[[memoryview], memoryview] = lambda memory: memory,
-    arrives: Callable[[], bool] | None = None,
-) -> Callable[[], None]:
-    """Let other nodes reach a window while its root computes.
-
-    Args:
-        group: The ranks.
-        root: The rank with the memory.
-        window: The window.
-        used: Returns which part of its memory is used.
-        arrives: See `ProgressThread.start`.
-
-    Returns:
-        What ends this; to be called before the window is freed.
-    """
-    if group.single_node or group.rank != root:
-        return lambda: None
-    progress = group.progress
-    memory = memoryview(window.tomemory())
-    watched = functools.partial(used, memory)
-    progress.start(watched, arrives)
-    return functools.partial(progress.stop, watched)
-
-
-def memory_barrier(group: Group, window: Any) -> Callable[[], None]:
-    """Return what orders the loads and stores of this rank: the Win_sync of a window.
-
-    With Open MPI, that of a window of several nodes is no barrier. It looks for
-    messages, which takes 4 to 9 us over TCP. That of a window which this rank shares
-    with nobody is one, and takes 0.06 us (Open MPI 5.0).
-
-    Args:
-        group: The ranks that have the window.
-        window: That of the words that are loaded and stored.
-    """
-    if group.single_node or not is_open_mpi():
-        return window.Sync  # type: ignore[no-any-return]
+def memory_barrier() -> Callable[[], None]:
+    """Return what orders the loads and stores of a rank that shares no window."""
     return _own_window().Sync  # type: ignore[no-any-return]
 
 

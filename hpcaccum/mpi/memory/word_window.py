@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from hpcaccum.mpi.job.runtime import MPI
 from hpcaccum.mpi.job.shutdown import at_end, forget
-from hpcaccum.mpi.memory.windows import allocate, free, make_progress
+from hpcaccum.mpi.memory.windows import allocate, free
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from hpcaccum.mpi.talk.group import Group
 
@@ -31,24 +30,23 @@ class WordWindow:
     wait for the others when it takes or returns a part.
 
     Args:
-        group: The ranks.
+        group: The ranks, all on one node.
         root: The rank with the memory.
         count: Number of words.
 
     Attributes:
         taken: How many words have been taken.
         mpi: The window itself.
-        words: The words, where this rank may load and store them; else None.
+        words: The words.
     """
 
     def __init__(self, group: Group, root: int, count: int) -> None:
         self._count, self.taken, self._users = count, 0, 0
-        self._group, self._root = group, root
         # Whether no more parts are taken, so that the last one to be returned frees it.
         self._full = False
         self.mpi = allocate(group, root, count * 8, 8)
-        self.words = self._map(group, root)
-        self._end_progress: Callable[[], None] = lambda: None
+        memory: Any = self.mpi.Shared_query(root)[0]
+        self.words = memoryview(memory).cast("B").cast("q")
 
     @classmethod
     def of(cls, group: Group, root: int, count: int) -> WordWindow:
@@ -66,27 +64,12 @@ class WordWindow:
             found._close()
         return made
 
-    def _map(self, group: Group, root: int) -> memoryview | None:
-        memory: Any = None
-        if group.single_node:
-            memory = self.mpi.Shared_query(root)[0]
-        elif group.rank == root and self.mpi.model == MPI.WIN_UNIFIED:
-            memory = self.mpi.tomemory()
-        return None if memory is None else memoryview(memory).cast("B").cast("q")
-
     def _has_room(self, count: int) -> bool:
         return self.taken + count <= self._count
 
     def take(self, count: int) -> int:
         """Return the index of the first of ``count`` words that nobody has."""
         first = self.taken
-        if not self._users:
-            self._end_progress = make_progress(
-                self._group,
-                self._root,
-                self.mpi,
-                lambda memory: memory[8 * first : 8 * self.taken],
-            )
         self.taken += -(-count // _APART) * _APART
         self._users += 1
         return first
@@ -94,10 +77,7 @@ class WordWindow:
     def give_back(self) -> None:
         """Return a part. Collective if the window is full and this is the last one."""
         self._users -= 1
-        if self._users:
-            return
-        self._end_progress()
-        if self._full:
+        if self._full and not self._users:
             self.free()
 
     def _close(self) -> None:
@@ -108,7 +88,7 @@ class WordWindow:
 
     def free(self) -> None:
         """Free it when all parts are returned. Collective."""
-        self.words = None
+        self.words.release()
         free(self.mpi)
 
 

@@ -25,7 +25,7 @@ from hpcaccum.mpi.job.runtime import MPI, check_running
 from hpcaccum.mpi.job.shutdown import is_ending
 from hpcaccum.mpi.talk.control import ControlChannel
 from hpcaccum.mpi.talk.creation import split, split_by_node
-from hpcaccum.mpi.talk.progress import ProgressThread
+from hpcaccum.mpi.talk.progress import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -145,9 +145,9 @@ class Group:
         return f"Group(rank {self.rank} of {self.size}, {self.node.size} on its node)"
 
     @functools.cached_property
-    def progress(self) -> ProgressThread:
-        """The thread that calls MPI for other nodes while this rank computes."""
-        return ProgressThread(self.comm)
+    def progress(self) -> Progress:
+        """What the agent of this rank's node watches."""
+        return Progress()
 
     @property
     def inside(self) -> Group:

@@ -1,0 +1,289 @@
+"""Admission and takes for ranks of other nodes, by the agent of the host's node.
+
+The agent has the words on its own node. So a rank needs one message and its answer for
+an admission, and for a take another one when the round is reduced. The agent calls the
+functions that a rank of its node calls.
+
+A short gradient is part of the message. The agent keeps a copy, and need not ask for
+the gradient when the round is reduced. If it has all gradients of a round, and they are
+short, the answer to a take has their sum.
+
+A rank that waits for a take has the time limit, and may be interrupted. Then it has the
+agent end the take. If a rank dies, so that others pass its place in the line, the agent
+itself says so: it is not in the middle of a take of that rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hpcaccum.accumulator.declared_shape import size_of
+from hpcaccum.deadline import grace
+from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError
+from hpcaccum.nodes import Calls, LostNodeError
+from hpcaccum.spans import traced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted, Fresh
+    from hpcaccum.accumulator.shapes import Offer
+    from hpcaccum.accumulator.state import Closed, State
+    from hpcaccum.accumulator.storage import Storage
+    from hpcaccum.accumulator.taker import Taker, Wait, Waits
+    from hpcaccum.deadline import Deadline
+    from hpcaccum.mpi import Group
+    from hpcaccum.nodes import Call
+
+T = TypeVar("T")
+
+
+class HostCalls(Calls):
+    """Calls of the agent of the host's node, for one accumulator. Collective.
+
+    Args:
+        group: The ranks, on several nodes.
+        protocol: Has the words.
+        storage: Has the buffers.
+        taker: Takes.
+        what: Name for messages.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        protocol: AdmissionProtocol,
+        storage: Storage,
+        taker: Taker,
+        what: str,
+    ) -> None:
+        self._protocol, self._storage, self._taker = protocol, storage, taker
+        # The end of the last take, if its answer has not come.
+        self._leaving: Call | None = None
+        # On the agent, by rank: what its take waits for, and what it has closed.
+        self._waits: dict[int, Wait | None] = {}
+        self._closed: dict[int, tuple[State, Closed]] = {}
+        # The ranks that want their takes to end.
+        self._given_up: set[int] = set()
+        self._functions: dict[str, Callable[..., Any]] = {
+            "admit": self._admit,
+            "arrive": self._arrive,
+            "abandon": self._abandon,
+            "take": self._take,
+            "missing": self._missing,
+            "give up": self._give_up,
+            "leave": self._leave,
+            "complete": self._complete,
+            "lose": self._lose,
+        }
+        # Last: other ranks may call at once.
+        super().__init__(group, protocol.words.root, self._serve, what)
+
+    # A rank of another node
+
+    def admit(
+        self,
+        local_step: int,
+        offer: Offer,
+        fresh: tuple[Fresh | None, Fresh | None],
+        only: int | None,
+        contents: bytes | None,
+    ) -> Call:
+        """Begin to have a gradient admitted: the result is that of the protocol's."""
+        # The answer may lead other ranks to what is in the buffer.
+        self._protocol.words.sync()
+        return self.begin("admit", local_step, offer, fresh, only, contents)
+
+    def arrive(self, admitted: Admitted) -> Call:
+        """Begin to publish that a gradient is in place."""
+        assert admitted.record is not None
+        contents = self._storage.short(admitted.record.buffer)
+        self._protocol.words.sync()
+        return self.begin("arrive", admitted, contents)
+
+    def abandon(self, admitted: Admitted) -> Call:
+        """Begin to publish that a gradient does not come."""
+        return self.begin("abandon", admitted)
+
+    def take(
+        self, required: int, deadline: Deadline, reduce: Callable[[Closed], T]
+    ) -> T:
+        """Do as `Taker.take`."""
+        with self._taker.inside.hold("take_grad", deadline):
+            return self._take_in_turn(required, deadline, reduce)
+
+    def _take_in_turn(
+        self, required: int, deadline: Deadline, reduce: Callable[[Closed], T]
+    ) -> T:
+        if self._leaving is not None:
+            self._leaving.result(deadline, self.missing)
+            self._leaving = None
+        again = False
+        try:
+            while True:
+                closed = self._close(required, again, deadline)
+                try:
+                    result = reduce(closed)
+                    break
+                except LostNodeError:
+                    # Again, without the gradients that were there.
+                    again = True
+        except BaseException:
+            self._end_take("leave")
+            raise
+        self._end_take("complete")
+        return result
+
+    @traced("take")
+    def _close(self, required: int, again: bool, deadline: Deadline) -> Closed:
+        """Return a closed round."""
+        call = self.begin("take", required, again)
+        try:
+            closed = call.result(deadline, self._awaited)
+        except WaitTimeoutError as error:
+            if error is call.answer:
+                raise
+            if call.answer is None:
+                self.begin("give up")
+            # It may be closed nevertheless, or have been when the limit passed.
+            closed = self._last_answer(call)
+            if closed is None:
+                raise
+        return closed  # type: ignore[no-any-return]
+
+    def _last_answer(self, call: Call) -> Any:
+        """Return the answer to a take that has been given up; None if it failed."""
+        try:
+            return call.result(grace(self.what))
+        except EverybodyLeftError:
+            raise
+        except WaitTimeoutError:
+            return None
+
+    def _awaited(self) -> str:
+        """Return what the take of this rank waits for, for messages."""
+        return str(self.call("missing"))
+
+    def _end_take(self, how: str) -> None:
+        """End the take of this rank; wait for a moment at most."""
+        self._leaving = self.begin(how)
+        with contextlib.suppress(WaitTimeoutError):
+            self._leaving.result(grace(self.what))
+            self._leaving = None
+
+    # The agent
+
+    def _serve(self, rank: int, kind: str, *arguments: Any) -> Any:
+        return self._functions[kind](rank, *arguments)
+
+    def _admit(
+        self,
+        rank: int,
+        local_step: int,
+        offer: Offer,
+        fresh: tuple[Fresh | None, Fresh | None],
+        only: int | None,
+        contents: bytes | None,
+    ) -> Admitted:
+        keep: Callable[[int], None] | None = None
+        if contents is not None:
+            keep = functools.partial(self._storage.keep, rank, contents=contents)
+        return self._protocol.admit(
+            rank, local_step, lambda: offer, fresh.__getitem__, only=only, keep=keep
+        )
+
+    def _arrive(self, rank: int, admitted: Admitted, contents: bytes | None) -> bool:
+        record = admitted.record
+        if contents is not None and record is not None:
+            self._storage.keep(rank, record.buffer, contents)
+            admitted = admitted._replace(record=record._replace(copied=1))
+        self._protocol.arrive(rank, admitted)
+        return True
+
+    def _abandon(self, rank: int, admitted: Admitted) -> bool:
+        self._protocol.abandon(rank, admitted)
+        return True
+
+    def _take(
+        self, rank: int, required: int, again: bool
+    ) -> Generator[bool, None, Closed]:
+        self._waits[rank] = None
+        waits = self._closing(rank, required, again)
+        try:
+            self._closed[rank] = yield from self._run(rank, waits)
+        except BaseException:
+            self._protocol.take_lock.leave(rank)
+            raise
+        finally:
+            waits.close()
+            del self._waits[rank]
+        return self._closed[rank][1]
+
+    def _closing(
+        self, rank: int, required: int, again: bool
+    ) -> Waits[tuple[State, Closed]]:
+        """Close a round for a rank, which has its turn if ``again``."""
+        taker, storage, shapes = self._taker, self._storage, self._protocol.shapes
+        if not again:
+            yield from taker.turn(rank)
+        closing, closed = yield from taker.close(required, empty=False)
+        count = size_of(shapes.shape(closed.shape))
+        if (total := storage.short_total(closed, count)) is not None:
+            return closing, dataclasses.replace(closed, total=total)
+        # The rank cannot reach the copies of a node that is lost.
+        return (yield from taker.close(required, empty=False, copies=False))
+
+    def _run(self, rank: int, waits: Waits[T]) -> Generator[bool, None, T]:
+        """Run a take of a rank; yield while it waits."""
+        proceed: Callable[[Any], Wait] = waits.send
+        found: Any = None
+        while True:
+            try:
+                wait = proceed(found)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            self._waits[rank] = wait
+            try:
+                while (found := wait.look()) is None:
+                    self._check_wanted(rank)
+                    yield False
+                    # No later step of it comes after this.
+                    self._protocol.membership.check_counts(rank)
+                proceed = waits.send
+            except WaitTimeoutError as error:
+                proceed, found = waits.throw, error
+
+    def _check_wanted(self, rank: int) -> None:
+        if rank in self._given_up:
+            raise WaitTimeoutError(f"{self.what}: rank {rank} does not wait any more")
+
+    def _missing(self, rank: int) -> str:
+        wait = self._waits.get(rank)
+        return self.missing() if wait is None else wait.missing()
+
+    def _give_up(self, rank: int) -> Generator[bool, None, bool]:
+        """Have a take of a rank end at its next wait."""
+        self._given_up.add(rank)
+        while rank in self._waits:
+            yield False
+        self._given_up.discard(rank)
+        return True
+
+    def _leave(self, rank: int) -> Generator[bool, None, bool]:
+        """End a take of a rank."""
+        yield from self._give_up(rank)
+        self._closed.pop(rank, None)
+        self._protocol.take_lock.leave(rank)
+        return True
+
+    def _complete(self, rank: int) -> bool:
+        self._taker.complete(rank, *self._closed.pop(rank))
+        self._protocol.take_lock.leave(rank)
+        return True
+
+    def _lose(self, _: int, rank: int) -> bool:
+        self._protocol.membership.lose_rank(rank)
+        return True
