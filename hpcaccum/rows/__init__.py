@@ -20,7 +20,7 @@ from hpcaccum.rows.indexed_slices import (
     sliced,
 )
 from hpcaccum.rows.log import RowLog
-from hpcaccum.rows.sums import Rows, merged, union_size
+from hpcaccum.rows.sums import Rows, merged, union_size, weighted
 
 __all__ = [
     "UNKNOWN",
@@ -38,4 +38,5 @@ __all__ = [
     "rows_of",
     "sliced",
     "union_size",
+    "weighted",
 ]

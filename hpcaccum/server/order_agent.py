@@ -111,7 +111,7 @@ class OrderAgent:
         self,
         version: int,
         places: list[Place],
-        divisor: int,
+        divisor: float,
         rate: float | None,
         awaited: bool,
     ) -> None:
@@ -141,7 +141,7 @@ class OrderAgent:
         self,
         version: int,
         places: list[Place],
-        divisor: int,
+        divisor: float,
         rate: float | None,
         ready: list[int],
     ) -> None:
@@ -173,7 +173,7 @@ class OrderAgent:
                 )
                 self._giving[node].add(steps)
 
-    def _collect(self, version: int, places: list[Place], divisor: int) -> Steps:
+    def _collect(self, version: int, places: list[Place], divisor: float) -> Steps:
         """Receive the gradients of a version."""
         assert self._memory is not None
         assert self._publisher.number is not None
