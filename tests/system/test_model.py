@@ -89,7 +89,7 @@ ACCUMULATOR = Model(
     bugs={
         "LEAVE_EARLY": ("WRITERS=2 GRADS=2 FINE", "LINE[rank]==0"),
         "DONE_EARLY": ("WRITERS=2", "sum[1]==admitted[p]"),
-        "WEIGHT_LATE": ("WRITERS=2", "!(read_now[p])"),
+        "WEIGHT_LATE": ("WRITERS=2", "weight==admitted[p]"),
         "NO_DRAWING_WAIT": ("WRITERS=2", "head==0"),
         "BLIND_GIVE_UP": ("WRITERS=2 FINE TIMEOUTS", "(STATE>>6)==step_now"),
         "NOT_ON_RECORD": ("WRITERS=2 TIMEOUTS", "CLOSED=="),
