@@ -112,6 +112,8 @@ class AGNOptimizer(OneSidedOptimizer):
         x := inner(x, g);  a := a + g
         every T-th call:   c := inner(c, a / T), on the host rank;  x := c;  a := 0
 
+    A ``weight`` multiplies g: both lines use weight * g in its place.
+
     c moves by one step of the inner optimizer for T gradients. So with n workers and T
     larger than n, begin with a learning rate T / n times that of one rank.
 
@@ -263,10 +265,13 @@ class AGNOptimizer(OneSidedOptimizer):
         grads_and_vars: PairsLike,
         global_step: Variable | None = None,
         name: str | None = None,
+        *,
+        weight: float = 1.0,
     ) -> Receipt:
         """Make a local step; at every T-th call, push and take the new center.
 
         A variable with a gradient of None is neither updated, nor pushed, nor pulled.
+        ``weight`` multiplies the gradients.
 
         Returns:
             The receipt of the push. If this call made none, one that is not `sent`,
@@ -276,7 +281,7 @@ class AGNOptimizer(OneSidedOptimizer):
             InvalidArgumentError, TypeError: On this rank, also if it has left; nothing
                 is changed.
         """
-        pairs = check_pairs(grads_and_vars)
+        pairs, _ = self._weighed(check_pairs(grads_and_vars), weight)
         self._checked_step(global_step)
         variables = [var for _, var in pairs]
         if self._server is None:

@@ -30,7 +30,8 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
     parameters that it was computed with: in its last `compute_gradients` or, if it
     never calls that, at the last pull. Check and update are atomic, for all variables
     together: an accepted gradient updates every variable and increments the step; a
-    dropped one changes only `stale_counter`.
+    dropped one changes only `stale_counter`. The update is made with
+    weight * gradient.
 
     Args:
         opt: Makes the updates, on the host rank.

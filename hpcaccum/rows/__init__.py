@@ -9,7 +9,7 @@ Imports `mpi`, `device` and the modules below them.
 
 from __future__ import annotations
 
-from hpcaccum.rows.exchange import RowExchange, digits
+from hpcaccum.rows.exchange import RowExchange, columns
 from hpcaccum.rows.format import RowFormat, RowPlace, divided
 from hpcaccum.rows.indexed_slices import (
     UNKNOWN,
@@ -31,7 +31,7 @@ __all__ = [
     "RowPlace",
     "Rows",
     "check_indices",
-    "digits",
+    "columns",
     "divided",
     "matrix",
     "merged",

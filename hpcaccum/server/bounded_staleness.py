@@ -148,7 +148,7 @@ class BoundedStalenessInbox:
         if self._pinned is None:
             self._pinned = Pinned(self._buffer)
 
-    def submit(self, local_step: int) -> Receipt:
+    def submit(self, local_step: int, weight: float = 1.0) -> Receipt:
         """Submit the gradient in the buffer, unless it is stale.
 
         If it is accepted, its update makes step ``receipt.global_step + 1``.

@@ -51,9 +51,9 @@ class _BackwardAveraging(CrossShardOptimizer):
     def _is_on_device(self) -> bool:
         return is_device(next(iter(self._values.values())))
 
-    def start(self, name: str, grad: Array) -> None:
+    def start(self, name: str, grad: Array, weight: float) -> None:
         """Begin to average a gradient."""
-        self._any_shard().start(name, grad)
+        self._any_shard().start(name, grad, weight)
 
     def has_started(self, name: str) -> bool:
         """Whether a gradient was started since the last call of `average`."""
@@ -71,6 +71,7 @@ class _BackwardAveraging(CrossShardOptimizer):
         *,
         skips: bool,
         lacks: frozenset[str],
+        weight: float,
     ) -> dict[str, Gradient] | None:
         """Return the means of gradients over the ranks, by name. Collective.
 
@@ -80,7 +81,7 @@ class _BackwardAveraging(CrossShardOptimizer):
         out: Any = given if self._is_on_device() else None
         shard = self._any_shard()
         shard.rates = rates
-        means = shard.reduce(given, out, None, skips=skips, lacks=lacks)
+        means = shard.reduce(given, out, None, skips=skips, lacks=lacks, weight=weight)
         # The call that updates the parameters is the user's.
         shard.updated()
         if means is None:
