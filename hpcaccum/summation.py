@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 # Elements of a chunk that stays in the cache while it is summed.
 _CHUNK = 1 << 16
-# Likewise if vectors have factors: a product is read again while it is close.
-_WEIGHTED_CHUNK = 1 << 13
 # Elements from which on several threads are faster than one, and the fewest for each:
 # waking one takes as long as adding some 100,000.
 _SHARED, _SHARE = 1 << 20, 1 << 18
@@ -68,15 +66,16 @@ def _add_chunks(
     if dtype != parts[0].dtype:
         dtype = np.promote_types(dtype, parts[0].dtype)
         scratch = None if dtype == out.dtype else np.empty(_CHUNK, dtype)
-    size = _CHUNK if _are_one(factors) else min(_CHUNK, _WEIGHTED_CHUNK)
-    if out.size <= size and scratch is None:
+    if out.size <= _CHUNK and scratch is None:
         add_at_once(parts, out, divisor, factors)
         return
-    for start in range(0, out.size, size):
-        piece = slice(start, start + size)
+    products = None if _are_one(factors) else np.empty(_CHUNK, dtype)
+    for start in range(0, out.size, _CHUNK):
+        piece = slice(start, start + _CHUNK)
         place = out[piece]
         chunk = place if scratch is None else scratch[: place.size]
-        add_at_once([part[piece] for part in parts], chunk, divisor, factors)
+        pieces = [part[piece] for part in parts]
+        add_at_once(pieces, chunk, divisor, factors, products)
         if scratch is not None:
             np.copyto(place, chunk, casting="same_kind")
 
@@ -118,12 +117,17 @@ def add_at_once(
     out: Array,
     divisor: float,
     factors: Sequence[float] = (),
+    scratch: Array | None = None,
 ) -> None:
-    """Do what `add_in_order` does, for vectors that fit in the cache."""
+    """Do what `add_in_order` does, for vectors that fit in the cache.
+
+    ``scratch`` has the dtype of ``out``, and its size or more.
+    """
     if _are_one(factors):
         _add(parts, out)
     else:
-        _add_products(parts, out, factors)
+        scratch = np.empty_like(out) if scratch is None else scratch[: out.size]
+        _add_products(parts, out, factors, scratch)
     divide(out, divisor)
 
 
@@ -141,8 +145,10 @@ def _are_one(factors: Sequence[float]) -> bool:
     return all(factor == 1 for factor in factors)
 
 
-def _add_products(parts: Sequence[Array], out: Array, factors: Sequence[float]) -> None:
-    scratch, dtype = np.empty_like(out), out.dtype
+def _add_products(
+    parts: Sequence[Array], out: Array, factors: Sequence[float], scratch: Array
+) -> None:
+    dtype = out.dtype
     total: Array | None = None
     for part, factor in zip(parts, factors, strict=True):
         added = part

@@ -345,7 +345,7 @@ class NodeUpdate:
         if len(gradients) == 1 and update.divisor == 1:
             mean = gradients[0]
         else:
-            add_at_once(gradients, mean, update.divisor, update.factors)
+            add_at_once(gradients, mean, update.divisor, update.factors, scratch)
         slots = [slot[chunk] for slot in self._slots]
         self._rule.update(value, mean, slots, scratch, update.numbers)
         update.copy[chunk] = value
