@@ -22,6 +22,7 @@ from hpcaccum.accumulator import (
     Receipt,
     SparseConditionalAccumulator,
     SparseGradient,
+    Taken,
     Tally,
 )
 from hpcaccum.errors import (
@@ -100,6 +101,7 @@ __all__ = [
     "SparseGradient",
     "Stopping",
     "SyncReplicasOptimizer",
+    "Taken",
     "Tally",
     "Variable",
     "WaitTimeoutError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 import operator
@@ -67,6 +68,25 @@ def positive_count(value: Any, name: str) -> int:
     if count < 1:
         raise InvalidArgumentError(f"{name} must be at least 1, got {count}")
     return count
+
+
+def positive_weight(value: Any, dtype: np.dtype[Any]) -> float:
+    """Return the weight of gradients that are summed in ``dtype``.
+
+    Raises:
+        InvalidArgumentError: If it is not a number above 0 that has this precision.
+    """
+    number = math.nan
+    with contextlib.suppress(TypeError, ValueError):
+        array = np.asarray(value)
+        if array.shape == () and (array.dtype.kind in "iuf" or array.dtype in FLOATS):
+            number = float(array)
+    limits = np.finfo(dtype)
+    if float(limits.tiny) <= number <= float(limits.max):
+        return number
+    raise InvalidArgumentError(
+        f"weight must be a finite number above 0 (of {dtype}), got {value!r}"
+    )
 
 
 def seconds(value: Any, name: str) -> float:

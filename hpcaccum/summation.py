@@ -5,6 +5,7 @@ One core does not reach it: a rank that has several uses a thread on each.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,9 +25,13 @@ _SHARED, _SHARE = 1 << 20, 1 << 18
 
 
 def add_in_order(
-    parts: Sequence[Array], out: Array, divisor: int = 1, threads: int = 1
+    parts: Sequence[Array],
+    out: Array,
+    divisor: float = 1,
+    threads: int = 1,
+    factors: Sequence[float] = (),
 ) -> None:
-    """Set ``out`` to the sum of vectors divided by ``divisor``.
+    """Set ``out`` to the sum of vectors, times their factors, divided by ``divisor``.
 
     The parts are added from the first to the last, by chunks that stay in the cache, in
     the wider of their dtype and that of ``out``. The bits of the result do not depend
@@ -34,12 +39,13 @@ def add_in_order(
 
     Args:
         parts: Vectors of one dtype and of the size of ``out``.
-        out: Gets the result.
-        divisor: At least 1.
+        out: Gets the result; may be the first part.
+        divisor: More than 0.
         threads: Threads to use at most; a short vector uses one.
+        factors: Of each part, if there are any. A factor of 1 changes no bit.
     """
     if threads == 1 or out.size < _SHARED:
-        _add_chunks(parts, out, divisor)
+        _add_chunks(parts, out, divisor, factors)
         return
     share = max(_SHARE, -(-out.size // threads))
 
@@ -47,24 +53,29 @@ def add_in_order(
         piece = slice(start, start + share)
         # NumPy's error state is per thread.
         with np.errstate(all="ignore"):
-            _add_chunks([part[piece] for part in parts], out[piece], divisor)
+            pieces = [part[piece] for part in parts]
+            _add_chunks(pieces, out[piece], divisor, factors)
 
     run_pieces(add, range(0, out.size, share), threads - 1)
 
 
-def _add_chunks(parts: Sequence[Array], out: Array, divisor: int) -> None:
+def _add_chunks(
+    parts: Sequence[Array], out: Array, divisor: float, factors: Sequence[float]
+) -> None:
     dtype, scratch = out.dtype, None
     if dtype != parts[0].dtype:
         dtype = np.promote_types(dtype, parts[0].dtype)
         scratch = None if dtype == out.dtype else np.empty(_CHUNK, dtype)
     if out.size <= _CHUNK and scratch is None:
-        add_at_once(parts, out, divisor)
+        add_at_once(parts, out, divisor, factors)
         return
+    products = None if _are_one(factors) else np.empty(_CHUNK, dtype)
     for start in range(0, out.size, _CHUNK):
         piece = slice(start, start + _CHUNK)
         place = out[piece]
         chunk = place if scratch is None else scratch[: place.size]
-        add_at_once([part[piece] for part in parts], chunk, divisor)
+        pieces = [part[piece] for part in parts]
+        add_at_once(pieces, chunk, divisor, factors, products)
         if scratch is not None:
             np.copyto(place, chunk, casting="same_kind")
 
@@ -101,8 +112,26 @@ def _copy(pair: tuple[Array, Array]) -> None:
     np.copyto(target, source, casting="same_kind")
 
 
-def add_at_once(parts: Sequence[Array], out: Array, divisor: int) -> None:
-    """Do what `add_in_order` does, for vectors that fit in the cache."""
+def add_at_once(
+    parts: Sequence[Array],
+    out: Array,
+    divisor: float,
+    factors: Sequence[float] = (),
+    scratch: Array | None = None,
+) -> None:
+    """Do what `add_in_order` does, for vectors that fit in the cache.
+
+    ``scratch`` has the dtype of ``out``, and its size or more.
+    """
+    if _are_one(factors):
+        _add(parts, out)
+    else:
+        scratch = np.empty_like(out) if scratch is None else scratch[: out.size]
+        _add_products(parts, out, factors, scratch)
+    divide(out, divisor)
+
+
+def _add(parts: Sequence[Array], out: Array) -> None:
     dtype = out.dtype
     if len(parts) == 1:
         out[...] = parts[0]
@@ -110,13 +139,29 @@ def add_at_once(parts: Sequence[Array], out: Array, divisor: int) -> None:
         np.add(parts[0], parts[1], out, dtype=dtype)
     for part in parts[2:]:
         np.add(out, part, out, dtype=dtype)
-    divide(out, divisor)
 
 
-def divide(total: Array, count: int) -> None:
-    """Divide a vector in place by a count, with one rounding in its dtype."""
-    if count & (count - 1):
-        np.divide(total, total.dtype.type(count), out=total)
-    elif count != 1:
+def _are_one(factors: Sequence[float]) -> bool:
+    return all(factor == 1 for factor in factors)
+
+
+def _add_products(
+    parts: Sequence[Array], out: Array, factors: Sequence[float], scratch: Array
+) -> None:
+    dtype = out.dtype
+    total: Array | None = None
+    for part, factor in zip(parts, factors, strict=True):
+        added = part
+        if factor != 1:
+            place = out if total is None else scratch
+            added = np.multiply(part, dtype.type(factor), place, dtype=dtype)
+        total = added if total is None else np.add(total, added, out, dtype=dtype)
+
+
+def divide(total: Array, divisor: float) -> None:
+    """Divide a vector in place, with one rounding in its dtype."""
+    if divisor > 1 and math.frexp(divisor)[0] == 0.5:
         # For a power of 2 the product has the same bits, and is faster.
-        np.multiply(total, total.dtype.type(1 / count), out=total)
+        np.multiply(total, total.dtype.type(1 / divisor), out=total)
+    elif divisor != 1:
+        np.divide(total, total.dtype.type(divisor), out=total)

@@ -102,11 +102,11 @@ def admit(accumulator: Any, local_step: int = 0) -> Callable[[Any], None]:
         rank, find = shared.group.rank, fresh.__getitem__
         admitted = protocol.admit(rank, local_step, lambda: offer, find)
     else:
-        admitted = calls.admit(local_step, offer, fresh, None, None).result()
+        admitted = calls.admit(local_step, offer, fresh, 1.0, None, None).result()
     assert admitted.accepted
 
     def write(gradient: Any) -> None:
-        storage.write(admitted.parity, 0, np.array(gradient, float), True)
+        storage.write(admitted.parity, 0, np.array(gradient, float), 1.0, None)
         shared.writer._arrive(admitted)
 
     return write

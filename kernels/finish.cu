@@ -15,10 +15,10 @@ template <class T, class F> __device__ __forceinline__ void map(T *out, const T 
     stream<V, DEPTH>(grid_thread(), grid_threads(), n, aligned<V>(out) && aligned<V>(sum), get, put);
 }
 
-// out = sum / count.
+// out = sum / weight, where weight is the sum of the weights of the gradients.
 #define MEAN(name, T)                                              \
-    KERNEL name(T *out, const T *sum, i64 n, i64 count) {          \
-        const T divisor = (T)count;                                \
+    KERNEL name(T *out, const T *sum, i64 n, double weight) {      \
+        const T divisor = (T)weight;                               \
         map(out, sum, n, [=](T x) { return divide(x, divisor); }); \
     }
 MEAN(mean_f32, float)
@@ -86,12 +86,12 @@ SQUARE_NORM(square_norm_f64, double)
 SQUARE_NORM(square_norm_f16, f16)
 SQUARE_NORM(square_norm_bf16, bf16)
 
-// out = mean * min(1, clip / norm of the mean), where mean = sum / count and square_norm is
+// out = mean * min(1, clip / norm of the mean), where mean = sum / weight and square_norm is
 // the squared norm of the sum.  If the norm is NaN, so are all elements of the result.
 #define MEAN_CLIP(name, T)                                                                          \
-    KERNEL name(T *out, const T *sum, i64 n, i64 count, const double *square_norm, double clip) {   \
-        const double norm = __ddiv_rn(__dsqrt_rn(*square_norm), (double)count);                     \
-        const T divisor = (T)count, factor = norm <= clip ? (T)1 : (T)__ddiv_rn(clip, norm);        \
+    KERNEL name(T *out, const T *sum, i64 n, double weight, const double *square_norm, double clip) { \
+        const double norm = __ddiv_rn(__dsqrt_rn(*square_norm), weight);                            \
+        const T divisor = (T)weight, factor = norm <= clip ? (T)1 : (T)__ddiv_rn(clip, norm);       \
         map(out, sum, n, [=](T x) { return multiply(divide(x, divisor), factor); });                \
     }
 MEAN_CLIP(mean_clip_f32, float)

@@ -32,40 +32,47 @@ class Accumulator:
     Attributes:
         step: Number of takes so far, unless it was set.
         count: Gradients added since the last take.
+        weight: Sum of their weights.
         tickets: Number of takes that have begun.
     """
 
     def __init__(self, reduction_type: str = "MEAN") -> None:
-        self.step, self.count = 0, 0
+        self.step, self.count, self.weight = 0, 0, 0.0
         self._sum: Any = None
         self._mean = reduction_type == "MEAN"
         self._changed = threading.Condition()
         # Takes are served first come, first served.
         self.tickets = self._served = 0
 
-    def apply_grad(self, gradient: Any, local_step: int = 0) -> bool:
+    def apply_grad(
+        self, gradient: Any, local_step: int = 0, weight: float = 1.0
+    ) -> bool:
         """Add a gradient unless it is stale; return whether it was added."""
         with self._changed:
             if local_step < self.step:
                 return False
-            gradient = np.array(gradient)
+            gradient = weighted(np.array(gradient), weight)
             self._sum = gradient if self._sum is None else self._sum + gradient
             self.count += 1
+            self.weight += weight
             self._changed.notify_all()
             return True
 
     def take_grad(self, num_required: int) -> Any:
-        """Wait for so many gradients; return the mean (or sum) of all there are."""
+        """Wait for so many gradients; return the mean (or sum) of all there are.
+
+        That is sum(weight * gradient) / sum(weight), or sum(weight * gradient).
+        """
         with self._changed:
             ticket, self.tickets = self.tickets, self.tickets + 1
             self._changed.wait_for(
                 lambda: self._served == ticket and self.count >= num_required
             )
-            total, count = self._sum, self.count
-            self._sum, self.count = None, 0
+            total, weight = self._sum, self.weight
+            self._sum, self.count, self.weight = None, 0, 0.0
             self.step, self._served = self.step + 1, self._served + 1
             self._changed.notify_all()
-            return total / total.dtype.type(count) if self._mean else total
+            return total / total.dtype.type(weight) if self._mean else total
 
     def set_global_step(self, step: int) -> None:
         """Set the step; what was added stays."""
@@ -73,18 +80,30 @@ class Accumulator:
             self.step = step
 
 
-def allreduce(parts: Sequence[Any], reduction_type: str = "MEAN") -> Any:
+def weighted(gradient: Any, weight: float) -> Any:
+    """Return a gradient times its weight."""
+    return gradient * gradient.dtype.type(weight)
+
+
+def allreduce(
+    parts: Sequence[Any],
+    reduction_type: str = "MEAN",
+    weights: Sequence[float] | None = None,
+) -> Any:
     """Return the mean or the sum of the arrays of all ranks, added in rank order."""
-    total = np.array(parts[0])
-    for part in parts[1:]:
-        total = total + part
-    return total / total.dtype.type(len(parts)) if reduction_type == "MEAN" else total
+    accumulator = Accumulator(reduction_type)
+    for part, weight in zip(parts, weights or [1.0] * len(parts), strict=True):
+        accumulator.apply_grad(part, weight=weight)
+    return accumulator.take_grad(len(parts))
 
 
-def mean(gradients: Sequence[Mapping[str, Any]]) -> Arrays:
+def mean(
+    gradients: Sequence[Mapping[str, Any]], weights: Sequence[float] | None = None
+) -> Arrays:
     """Return the mean of gradients of a whole model."""
     return {
-        name: allreduce([each[name] for each in gradients]) for name in gradients[0]
+        name: allreduce([each[name] for each in gradients], weights=weights)
+        for name in gradients[0]
     }
 
 
@@ -121,10 +140,13 @@ def cross_shard(
     rules: Sequence[Rule],
     gradients: Sequence[Mapping[str, Any]],
     groups: Sequence[Sequence[int]],
+    weights: Sequence[float] | None = None,
 ) -> None:
     """Make one update of each rank, with the mean of the gradients of its group."""
+    weights = weights or [1.0] * len(gradients)
     for ranks in groups:
-        average = mean([gradients[rank] for rank in ranks])
+        of_group = [gradients[rank] for rank in ranks]
+        average = mean(of_group, [weights[rank] for rank in ranks])
         for rank in ranks:
             rules[rank](replicas[rank], average)
 
@@ -168,17 +190,21 @@ class SyncReplicas(Server):
         super().__init__(values, rule)
         self._quorum = quorum
         self.round: list[Mapping[str, Any]] = []
+        self._weights: list[float] = []
 
-    def push(self, gradient: Mapping[str, Any], local_step: int) -> bool:
+    def push(
+        self, gradient: Mapping[str, Any], local_step: int, weight: float = 1.0
+    ) -> bool:
         """Give a gradient; if it is accepted, the worker pulls the next step."""
         with self._changed:
             if local_step < self.step:
                 self.dropped += 1
                 return False
             self.round.append(gradient)
+            self._weights.append(weight)
             if len(self.round) == self._quorum:
-                self._update(mean(self.round))
-                self.round = []
+                self._update(mean(self.round, self._weights))
+                self.round, self._weights = [], []
             return True
 
 
@@ -199,14 +225,16 @@ class DropStale(Server):
         super().__init__(values, rule)
         self._staleness, self._lateness = staleness, lateness
 
-    def push(self, gradient: Mapping[str, Any], local_step: int) -> bool:
-        """Make one update, unless the gradient is too late."""
+    def push(
+        self, gradient: Mapping[str, Any], local_step: int, weight: float = 1.0
+    ) -> bool:
+        """Make one update with weight * gradient, unless it is too late."""
         with self._changed:
             if (lag := self.step - local_step) > self._staleness:
                 self.dropped += 1
                 return False
-            factor = self._lateness(lag)
-            self._update({n: g * g.dtype.type(factor) for n, g in gradient.items()})
+            weight *= self._lateness(lag)
+            self._update({n: weighted(each, weight) for n, each in gradient.items()})
             return True
 
 
@@ -231,8 +259,9 @@ class LocalStepsWorker:
         self.values = {name: value.copy() for name, value in self._center.items()}
         self._gradients: list[Mapping[str, Any]] = []
 
-    def step(self, gradient: Mapping[str, Any]) -> bool:
-        """Make a local step; return whether it pushed."""
+    def step(self, gradient: Mapping[str, Any], weight: float = 1.0) -> bool:
+        """Make a local step with weight * gradient; return whether it pushed."""
+        gradient = {n: weighted(each, weight) for n, each in gradient.items()}
         self._rule(self.values, gradient)
         self._gradients.append(gradient)
         if len(self._gradients) < self._period:

@@ -9,8 +9,7 @@ A gradient: `writer` has it admitted by the `protocol`, or by an agent if the wo
     turn.
 A take: `taker` closes the round, and a `batch` has the gradients that are summed.
 Words: `membership`, `ticket_lock`, `receipts`, `shapes` and `row_shapes` keep their
-    state in words that `word_layout` assigns; `state` packs those of the protocol,
-    without MPI.
+    state in words that `word_layout` assigns; `state` packs those of the protocol.
 
 `DeviceAccumulator` and `DeviceRowAccumulator` accumulate on one CUDA device, in one
 process, with a protocol of their own (`device_protocol`).
@@ -25,12 +24,13 @@ from hpcaccum.accumulator.conditional import ConditionalAccumulator
 from hpcaccum.accumulator.device_accumulator import DeviceAccumulator
 from hpcaccum.accumulator.device_protocol import DeviceStatistics
 from hpcaccum.accumulator.device_rows import DeviceRowAccumulator
+from hpcaccum.accumulator.handle import Taken
 from hpcaccum.accumulator.membership import Membership
 from hpcaccum.accumulator.receipts import Counters, Receipt, Tally
 from hpcaccum.accumulator.shared import AccumulatorStatistics
 from hpcaccum.accumulator.sparse import SparseConditionalAccumulator, SparseGradient
 from hpcaccum.accumulator.vectors import VectorAccumulator
-from hpcaccum.accumulator.word_layout import WordLayout, number_of, word_of
+from hpcaccum.accumulator.word_layout import WordLayout
 
 __all__ = [
     "AccumulatorStatistics",
@@ -44,9 +44,8 @@ __all__ = [
     "Receipt",
     "SparseConditionalAccumulator",
     "SparseGradient",
+    "Taken",
     "Tally",
     "VectorAccumulator",
     "WordLayout",
-    "number_of",
-    "word_of",
 ]

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.deadline import Deadline
+from hpcaccum.nodes import Place
+from hpcaccum.rows import weighted
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from hpcaccum.dtypes import Array
-    from hpcaccum.nodes import NodeParts, Place
+    from hpcaccum.nodes import NodeParts
     from hpcaccum.rows import RowPlace, Rows
 
 # A take that may not wait for gradients must still get those of other nodes.
@@ -44,7 +46,7 @@ class Batch:
     parts: NodeParts
     places: Sequence[Place]
     dtype: np.dtype[Any]
-    divisor: int
+    divisor: float
     step: int = -1
     copied: Collection[int] = ()
     factor: float = 1.0
@@ -52,24 +54,30 @@ class Batch:
     @property
     def is_local(self) -> bool:
         """Whether all vectors lie on this node."""
-        return all(self.parts.is_here(rank) for rank, _ in self.places)
+        return all(self.parts.is_here(place.rank) for place in self.places)
+
+    @property
+    def factors(self) -> list[float]:
+        """The weight of each vector, by which it is multiplied in the sum."""
+        return [place.factor for place in self.places]
 
     def views(self, count: int) -> list[Array]:
         """Return the first elements of the vectors, which must lie on this node."""
         return [self.parts.view(place, count, self.dtype) for place in self.places]
 
     def total(self, out: Array, deadline: Deadline, threads: int) -> None:
-        """Set ``out`` to the sum of the vectors, divided by `divisor`.
+        """Set ``out`` to the weighted sum of the vectors, divided by `divisor`.
 
         If all lie on this node, every vector is read once and ``out`` written once.
         """
         if self.is_local:
-            add_in_order(self.views(out.size), out, self.divisor, threads)
+            parts = self.views(out.size)
+            add_in_order(parts, out, self.divisor, threads, self.factors)
             return
         add_in_order([self.collect(out.size, deadline)], out, 1, threads)
 
     def collect(self, count: int, deadline: Deadline) -> Array:
-        """Return the sum of the vectors, divided by `divisor`; between nodes only.
+        """Return the weighted sum, divided by `divisor`; between nodes only.
 
         Returns:
             Memory of this node, valid until one of its ranks collects the next sum.
@@ -80,20 +88,20 @@ class Batch:
         )
 
     def rows(self, place: RowPlace, deadline: Deadline) -> list[Rows]:
-        """Return the rows at a place of each vector.
+        """Return the rows at a place of each vector, times its factor.
 
-        Those on this node share memory with the vectors. From others, those that are
-        there are copied, whatever the capacity.
+        If that is 1, those on this node share memory with the vectors. From others,
+        those that are there are copied, whatever the capacity.
         """
         buffers = [self._buffer(vector, place, deadline) for vector in self.places]
-        return [place.read(buffer) for buffer in buffers]
+        return [*map(weighted, map(place.read, buffers), self.factors)]
 
     def _buffer(self, vector: Place, place: RowPlace, deadline: Deadline) -> Array:
-        rank, offset = vector
+        rank, offset, _ = vector
         begin = offset + place.begin * self.dtype.itemsize
         nbytes = (place.end - place.begin) * self.dtype.itemsize
         if self.parts.is_here(rank):
-            return self.parts.view((rank, begin), nbytes, _BYTES)
+            return self.parts.view(Place(rank, begin), nbytes, _BYTES)
         first = self._fetch(rank, begin, min(_FIRST, nbytes), deadline)
         used = place.used(first)
         if used <= first.size:
@@ -103,5 +111,5 @@ class Batch:
 
     def _fetch(self, rank: int, begin: int, nbytes: int, deadline: Deadline) -> Array:
         """Return a copy of bytes of another node."""
-        one = Batch(self.parts, [(rank, begin)], _BYTES, 1)
+        one = Batch(self.parts, [Place(rank, begin)], _BYTES, 1)
         return np.array(one.collect(nbytes, deadline))

@@ -6,10 +6,15 @@ from typing import TYPE_CHECKING, SupportsIndex, SupportsInt
 
 import numpy as np
 
-from hpcaccum.accumulator.handle import Accumulator
+from hpcaccum.accumulator.handle import Accumulator, Taken
 from hpcaccum.accumulator.settings import Settings, check_settings
 from hpcaccum.accumulator.storage import Slots, Sums
-from hpcaccum.arguments import gradient_array, result_array, step_number
+from hpcaccum.arguments import (
+    gradient_array,
+    positive_weight,
+    result_array,
+    step_number,
+)
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import copyto, is_device
 from hpcaccum.dtypes import accumulation_dtype
@@ -46,7 +51,8 @@ class ConditionalAccumulator(Accumulator):
         shared_name: If not empty, all accumulators of one communicator with this name
             are one object.
         name: For messages.
-        reduction_type: ``"MEAN"`` (of all gradients accumulated) or ``"SUM"``.
+        reduction_type: ``"MEAN"`` (of all gradients accumulated) or ``"SUM"``; both
+            with their weights.
         comm: Communicator of the ranks; COMM_WORLD by default.
         host: The rank on whose node are the step, and the sums of ``storage="sum"``.
         capacity: Maximum number of elements of a gradient; needed if the shape is not
@@ -104,6 +110,8 @@ class ConditionalAccumulator(Accumulator):
         grad: ArrayLike | IndexedSlices,
         local_step: SupportsInt = 0,
         name: str | None = None,
+        *,
+        weight: float = 1.0,
     ) -> Receipt:
         """Add a gradient, unless it is stale.
 
@@ -117,14 +125,17 @@ class ConditionalAccumulator(Accumulator):
                 ``dense_shape`` becomes an array.
             local_step: The step at which the gradient was computed; one number.
             name: Ignored.
+            weight: What it counts in the reduction, such as the number of samples in
+                its batch. It multiplies the gradient when the sum is formed.
 
         Returns:
             Whether it was accepted, and the accumulator's step.
 
         Raises:
-            InvalidArgumentError: On this rank, for a wrong shape, dtype or step, or an
-                array in a slot that was applied before, or if this rank has left;
-                nothing is added. The shape of a stale gradient is not checked.
+            InvalidArgumentError: On this rank, for a wrong shape, dtype or step, a
+                weight that is not a finite number above 0, or an array in a slot that
+                was applied before, or if this rank has left; nothing is added. The
+                shape of a stale gradient is not checked.
             WaitTimeoutError: If the host is on another node and its agent does not
                 answer within HPCACCUM_TIMEOUT seconds. It may still accept the
                 gradient, so a slot that contains it must not be changed: the next
@@ -139,7 +150,8 @@ class ConditionalAccumulator(Accumulator):
         if isinstance(grad, IndexedSlices):
             grad = grad.to_dense(accumulation_dtype(self.dtype))
         array = gradient_array(grad, self.dtype)
-        return self._shared.writer.submit(array, step)
+        number = positive_weight(weight, accumulation_dtype(self.dtype))
+        return self._shared.writer.submit(array, step, number)
 
     def slot(
         self, shape: int | Sequence[int] | None = None, *, timeout: float | None = None
@@ -181,9 +193,10 @@ class ConditionalAccumulator(Accumulator):
     ) -> Array:
         """Wait for ``num_required`` gradients; return their reduction and reset.
 
-        The reduction is over *all* accumulated gradients, which may be more; a mean is
-        their sum divided once by their number. Taking advances the step by one. Takes
-        of several ranks are served first come, first served.
+        The reduction is over *all* accumulated gradients, which may be more. A sum is
+        that of the gradients times their weights; a mean is this sum divided once by
+        the sum of the weights. Taking advances the step by one. Takes of several ranks
+        are served first come, first served.
 
         Args:
             num_required: At least 1. Ranks that have left are not waited for.
@@ -208,12 +221,45 @@ class ConditionalAccumulator(Accumulator):
             EverybodyLeftError: At once, if all ranks have left and the round has no
                 gradient.
         """
+        return self.take(num_required, timeout=timeout, out=out).value
+
+    def take(
+        self,
+        num_required: SupportsIndex,
+        *,
+        timeout: float | None = None,
+        at_least: SupportsIndex | None = None,
+        out: Array | None = None,
+    ) -> Taken[Array]:
+        """Do as `take_grad`, and return how many gradients the result has.
+
+        Args:
+            num_required: As for `take_grad`.
+            timeout: Likewise.
+            out: Likewise.
+            at_least: If given, a take whose ``timeout`` passes returns the reduction of
+                what has been accepted by then, if that are so many gradients or more.
+                It shrinks as ``num_required`` does when ranks have left.
+
+        Returns:
+            The reduction, the number of its gradients and the sum of their weights, and
+            the step at which they were accepted.
+
+        Raises:
+            InvalidArgumentError, TypeError: As `take_grad`, and for an ``at_least``
+                that is not an integer of 1 to ``num_required``.
+            WaitTimeoutError: As `take_grad`; with ``at_least`` also if another take is
+                ahead when ``timeout`` passes, or an accepted gradient is not in place
+                half a second later.
+            EverybodyLeftError: As `take_grad`.
+        """
         self._check_open()
         only_shape = self._protocol.shapes.only
         if out is not None and only_shape is not None:
             result_array(out, self.dtype, only_shape)
         return self._take(
             num_required,
+            at_least,
             timeout,
             lambda closed, deadline: self._reduce(closed, out, deadline),
         )
@@ -231,5 +277,6 @@ class ConditionalAccumulator(Accumulator):
             copyto(found, result)
         return found
 
-    def _divisor(self, closed: Closed) -> int:
-        return max(1, closed.count) if self._settings.reduction == "MEAN" else 1
+    def _divisor(self, closed: Closed) -> float:
+        # There may be no gradient; see `VectorAccumulator.batch`.
+        return closed.weight or 1.0 if self._settings.reduction == "MEAN" else 1.0

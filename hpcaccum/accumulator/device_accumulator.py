@@ -12,7 +12,7 @@ import numpy as np
 from hpcaccum import device
 from hpcaccum.accumulator.declared_shape import declared_shape, is_fixed, known
 from hpcaccum.accumulator.device_protocol import AccumulatorOnDevice, Launch
-from hpcaccum.arguments import REDUCTIONS, one_of, step_number
+from hpcaccum.arguments import REDUCTIONS, one_of, positive_weight, step_number
 from hpcaccum.device import PointerTable, Table, check_device_array, kernels
 from hpcaccum.dtypes import FLOATS, accumulation_dtype, float_dtype
 from hpcaccum.errors import InvalidArgumentError
@@ -103,7 +103,12 @@ class DeviceAccumulator(AccumulatorOnDevice):
         return self._dtype
 
     def apply_grad(
-        self, grad: Any, local_step: Any = 0, *, scale: float = 1.0
+        self,
+        grad: Any,
+        local_step: Any = 0,
+        *,
+        scale: float = 1.0,
+        weight: float = 1.0,
     ) -> Receipt:
         """Add a gradient, unless it is stale; returns before that is done.
 
@@ -116,20 +121,26 @@ class DeviceAccumulator(AccumulatorOnDevice):
                 of results.
             local_step: The step the gradient was computed at; one number.
             scale: A factor, such as that of a loss scaler.
+            weight: What it counts in the reduction, such as the number of samples in
+                its batch: another factor, of which a mean is divided by the sum.
 
         Returns:
             Whether it was accepted, and at which step.
 
         Raises:
-            InvalidArgumentError: For a wrong shape, dtype, place or step. Nothing has
-                changed then.
+            InvalidArgumentError: For a wrong shape, dtype, place or step, or a weight
+                that is not a finite number above 0. Nothing has changed then.
         """
         self._check_open()
         step = step_number(local_step, "local_step")
         arrays, table = self._checked("gradient", grad, self._exact)
-        factor = self._sum.dtype.type(scale)
+        number = positive_weight(weight, self._sum.dtype)
+        factor = self._sum.dtype.type(scale * number)
         return self._submit(
-            step, arrays, lambda first: self._addition(table or arrays, factor, first)
+            step,
+            number,
+            arrays,
+            lambda first: self._addition(table or arrays, factor, first),
         )
 
     def _addition(
@@ -149,10 +160,11 @@ class DeviceAccumulator(AccumulatorOnDevice):
     ) -> Any:
         """Wait for ``num_required`` gradients; return their reduction and reset.
 
-        The reduction is over *all* gradients accumulated, which may be more; a mean is
-        their sum divided once by their number. Taking moves the accumulator to the
-        next step. The call waits for gradients of other threads, never for the device:
-        the result is queued on the current stream.
+        The reduction is over *all* gradients accumulated, which may be more. A sum is
+        that of the gradients times their weights; a mean is this sum divided once by
+        the sum of the weights. Taking moves the accumulator to the next step. The call
+        waits for gradients of other threads, never for the device: the result is queued
+        on the current stream.
 
         Args:
             num_required: At least 1.
@@ -175,17 +187,17 @@ class DeviceAccumulator(AccumulatorOnDevice):
         if out is not None:
             targets, table = self._checked("out", out, (self._dtype,))
         results = self._take(
-            num_required, timeout, lambda count: self._reduce(targets, table, count)
+            num_required, timeout, lambda weight: self._reduce(targets, table, weight)
         )
         if out is not None:
             return out
         return results if self._named else results[_ONLY]
 
     def _reduce(
-        self, targets: dict[str, Any] | None, table: Table | None, count: int
+        self, targets: dict[str, Any] | None, table: Table | None, weight: float
     ) -> dict[str, Any]:
         """Queue the reduction; return the arrays that it writes."""
-        cupy, flat, divisor = device.cupy(), None, count if self._mean else 1
+        cupy, flat, divisor = device.cupy(), None, weight if self._mean else 1.0
         if targets is None:
             flat = cupy.empty(self._layout.size, self._dtype)
             targets = self._layout.views(flat)
@@ -204,17 +216,17 @@ class DeviceAccumulator(AccumulatorOnDevice):
         unpack()
         return targets
 
-    def _finish(self, flat: Any, divisor: int) -> Launch:
+    def _finish(self, flat: Any, divisor: float) -> Launch:
         """Prepare the reduction of the sum into a buffer of the sum's dtype."""
         kernel, more = "mean", []
         if self._norm is not None:
             kernel, more = "mean_clip", [self._norm.square(), np.float64(self._clip)]
-        size, count = np.int64(flat.size), np.int64(divisor)
+        size, weight = np.int64(flat.size), np.float64(divisor)
         return kernels.prepare(
             kernel,
             flat.dtype,
             kernels.blocks(flat.size),
-            *(flat, self._sum, size, count, *more),
+            *(flat, self._sum, size, weight, *more),
         )
 
     def _clear(self) -> None:

@@ -35,12 +35,14 @@ class DeviceStatistics:
     Attributes:
         global_step: The step.
         num_accumulated: Gradients that no take has returned yet.
+        weight: Sum of their weights.
         tally: Gradients accepted and dropped so far, and their lags.
         nbytes: Bytes of device memory that the sum occupies.
     """
 
     global_step: int
     num_accumulated: int
+    weight: float
     tally: Tally
     nbytes: int
 
@@ -53,17 +55,18 @@ class _State(NamedTuple):
     accepted: int = 0
     dropped: int = 0
     lags: tuple[int, ...] = (0,) * (MAX_LAG + 1)
+    weight: float = 0.0
 
-    def after(self, receipt: Receipt) -> _State:
+    def after(self, receipt: Receipt, weight: float) -> _State:
         """Return the state after one more gradient."""
         lag, lags = min(max(receipt.lag, 0), MAX_LAG), list(self.lags)
         lags[lag] += 1
-        step, accumulated, accepted, dropped, _ = self
+        step, accumulated, accepted, dropped, _, total = self
         if receipt:
-            accumulated, accepted = accumulated + 1, accepted + 1
+            accumulated, accepted, total = accumulated + 1, accepted + 1, total + weight
         else:
             dropped += 1
-        return _State(step, accumulated, accepted, dropped, tuple(lags))
+        return _State(step, accumulated, accepted, dropped, tuple(lags), total)
 
 
 class AccumulatorOnDevice(Freeable):
@@ -110,7 +113,8 @@ class AccumulatorOnDevice(Freeable):
         state = self._state
         lags = {lag: number for lag, number in enumerate(state.lags) if number}
         tally = Tally((state.accepted,), (state.dropped,), lags)
-        return DeviceStatistics(state.step, state.accumulated, tally, self._nbytes)
+        numbers = state.step, state.accumulated, state.weight
+        return DeviceStatistics(*numbers, tally, self._nbytes)
 
     def set_global_step(self, new_global_step: Any) -> None:
         """Set the step, also to a lower one; accumulated gradients stay.
@@ -134,14 +138,22 @@ class AccumulatorOnDevice(Freeable):
         return f"step {self._state.step}, {self._state.accumulated} accumulated"
 
     def _submit(
-        self, local_step: int, arrays: Any, prepare: Callable[[bool], Launch]
+        self,
+        local_step: int,
+        weight: float,
+        arrays: Any,
+        prepare: Callable[[bool], Launch],
     ) -> Receipt:
         """Queue the addition of a gradient, unless it is stale."""
         with self._calls.hold("apply_grad"):
-            return self._admit(local_step, arrays, prepare)
+            return self._admit(local_step, weight, arrays, prepare)
 
     def _admit(
-        self, local_step: int, arrays: Any, prepare: Callable[[bool], Launch]
+        self,
+        local_step: int,
+        weight: float,
+        arrays: Any,
+        prepare: Callable[[bool], Launch],
     ) -> Receipt:
         self._check_here()
         state = self._state
@@ -149,13 +161,13 @@ class AccumulatorOnDevice(Freeable):
         if receipt:
             first = state.accumulated == 0
             self._in_turn(lambda: prepare(first)(), arrays)
-        self._state = state.after(receipt)
+        self._state = state.after(receipt, weight)
         return receipt
 
     def _take(
-        self, num_required: Any, timeout: float | None, reduce: Callable[[int], T]
+        self, num_required: Any, timeout: float | None, reduce: Callable[[float], T]
     ) -> T:
-        """Wait for gradients; return the result of ``reduce`` of their number.
+        """Wait for gradients; return the result of ``reduce`` of their weight.
 
         ``reduce`` queues work on the current stream, and calls `_begin_step` as soon as
         that has taken the sum.
@@ -166,7 +178,7 @@ class AccumulatorOnDevice(Freeable):
             self._wait(required, deadline)
             with self._calls.hold("take_grad"):
                 self._check_here()
-                return self._in_turn(lambda: reduce(self._state.accumulated))
+                return self._in_turn(lambda: reduce(self._state.weight))
 
     def _wait(self, required: int, deadline: Deadline) -> None:
         def enough() -> bool | None:
@@ -182,7 +194,8 @@ class AccumulatorOnDevice(Freeable):
     def _begin_step(self) -> None:
         """Count the step."""
         state = self._state
-        self._state = state._replace(step=state.step + 1, accumulated=0)
+        step = state.step + 1
+        self._state = state._replace(step=step, accumulated=0, weight=0.0)
 
     def _in_turn(self, work: Callable[[], T], reads: Any = None) -> T:
         """Queue work on the current stream, after that of all turns before.

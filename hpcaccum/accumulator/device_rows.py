@@ -8,7 +8,7 @@ import numpy as np
 
 from hpcaccum import device
 from hpcaccum.accumulator.device_protocol import AccumulatorOnDevice, Launch
-from hpcaccum.arguments import positive_count, step_number
+from hpcaccum.arguments import positive_count, positive_weight, step_number
 from hpcaccum.device import check_device_array, kernels
 from hpcaccum.dtypes import float_dtype
 from hpcaccum.errors import InvalidArgumentError
@@ -25,9 +25,9 @@ _INT64 = np.dtype(np.int64)
 class DeviceRowAccumulator(AccumulatorOnDevice):
     """Accumulates gradients of rows of a matrix, such as an embedding's.
 
-    Like `DeviceAccumulator`, but each row is divided by the number of its own
-    contributions, so that the row of a rare word is not divided by the number of all
-    gradients.
+    Like `DeviceAccumulator`, but each row is divided by the sum of the weights of its
+    own contributions, so that the row of a rare word is not divided by the number of
+    all gradients.
 
     Args:
         dtype: float32 or float64; the dtype of values and sums.
@@ -58,7 +58,7 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
             )
         cupy = device.cupy()
         self._sum: Any = cupy.zeros((self._rows, self._width), self._dtype)
-        self._counts: Any = cupy.zeros(self._rows, np.int32)
+        self._weights: Any = cupy.zeros(self._rows, self._dtype)
         self._refused: Any = cupy.zeros(1, np.int64)
         super().__init__(name, self._sum.nbytes)
 
@@ -69,7 +69,9 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
             f"{(self._rows, self._width)}: {self._numbers()}>"
         )
 
-    def apply_grad(self, indices: Any, values: Any, local_step: Any = 0) -> Receipt:
+    def apply_grad(
+        self, indices: Any, values: Any, local_step: Any = 0, *, weight: float = 1.0
+    ) -> Receipt:
         """Add a gradient, unless it is stale; returns before that is done.
 
         Both arrays are read on the current stream and kept until then, so they may be
@@ -80,32 +82,37 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
                 repeatedly. An index out of range is not added; the take then raises.
             values: A row for each index; contiguous, of the accumulator's dtype.
             local_step: The step the gradient was computed at; one number.
+            weight: What each of its rows counts; see `DeviceAccumulator.apply_grad`.
 
         Returns:
             Whether it was accepted, and at which step.
 
         Raises:
-            InvalidArgumentError: For a wrong shape, dtype, place or step. Nothing has
-                changed then.
+            InvalidArgumentError: For a wrong shape, dtype, place, step or weight.
+                Nothing has changed then.
         """
         self._check_open()
         step = step_number(local_step, "local_step")
+        factor = positive_weight(weight, self._dtype)
         number = len(indices) if device.is_device(indices) and indices.ndim else 0
         check_device_array(f"{self._name}: indices", indices, (number,), (_INT64,))
         wanted = (number, self._width)
         check_device_array(f"{self._name}: values", values, wanted, (self._dtype,))
         return self._submit(
-            step, (indices, values), lambda first: self._addition(indices, values)
+            step,
+            factor,
+            (indices, values),
+            lambda first: self._addition(indices, values, factor),
         )
 
-    def _addition(self, indices: Any, values: Any) -> Launch:
+    def _addition(self, indices: Any, values: Any, weight: float) -> Launch:
         sizes = (len(indices), self._width, self._rows)
         return self._launch(
             "scatter_add_rows",
             len(indices),
-            *(self._sum, self._counts, values, indices),
+            *(self._sum, self._weights, values, indices),
             *map(np.int64, sizes),
-            self._refused,
+            *(self._dtype.type(weight), self._refused),
         )
 
     def take_grad(
@@ -146,12 +153,12 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
         self._check_refused()
         # Plain CuPy: a kernel would move as many bytes as this gather and scatter. All
         # that may fail, such as an allocation, comes before the sum changes.
-        rows = device.cupy().flatnonzero(self._counts)
-        means, counts = self._sum[rows], self._counts[rows]
+        rows = device.cupy().flatnonzero(self._weights)
+        means, weights = self._sum[rows], self._weights[rows]
         sizes = map(np.int64, means.shape)
-        self._launch("mean_rows", len(rows), means, counts, *sizes)()
+        self._launch("mean_rows", len(rows), means, weights, *sizes)()
         self._sum[rows] = 0
-        self._counts.fill(0)
+        self._weights.fill(0)
         self._begin_step()
         return rows, means
 
@@ -161,4 +168,4 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
         return kernels.prepare(kernel, self._dtype, blocks, *arguments)
 
     def _clear(self) -> None:
-        self._sum = self._counts = self._refused = None
+        self._sum = self._weights = self._refused = None

@@ -6,7 +6,8 @@ import itertools
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, SupportsIndex, SupportsInt, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, SupportsIndex, SupportsInt, TypeVar
 
 from hpcaccum.accumulator.receipts import Tally
 from hpcaccum.accumulator.shared import AccumulatorStatistics, SharedAccumulator
@@ -24,7 +25,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hpcaccum")
 
+
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Taken(Generic[T]):
+    """What `take` of an accumulator returns.
+
+    Attributes:
+        value: The reduction: what `take_grad` returns.
+        count: How many gradients are in it.
+        weight: The sum of their weights.
+        step: The step at which they were accepted.
+    """
+
+    value: T
+    count: int
+    weight: float
+    step: int
 
 
 class Accumulator(Freeable):
@@ -98,20 +117,27 @@ class Accumulator(Freeable):
     def _take(
         self,
         num_required: SupportsIndex,
+        at_least: SupportsIndex | None,
         timeout: float | None,
         reduce: Callable[[Closed, Deadline], T],
-    ) -> T:
+    ) -> Taken[T]:
         """Take as `Taker.take` does; ``reduce`` also gets the deadline."""
         self._check_open()
         required = self._required(num_required)
+        least = None if at_least is None else positive_count(at_least, "at_least")
+        if least is not None and least > required:
+            raise InvalidArgumentError(
+                f"at_least must be at most num_required, {required}, got {least}"
+            )
         deadline = Deadline(timeout, f"{self._name}: take_grad({required})")
         # A take would wait for a gradient that this rank has not completed.
         self._shared.writer.finish(deadline)
-        return self._shared.take(
-            required,
-            deadline,
-            lambda closed: reduce(closed, deadline),
-        )
+
+        def taken(closed: Closed) -> Taken[T]:
+            value = reduce(closed, deadline)
+            return Taken(value, closed.count, closed.weight, closed.step)
+
+        return self._shared.take(required, least, deadline, taken)
 
     def _required(self, num_required: SupportsIndex) -> int:
         required = positive_count(num_required, "num_required")
@@ -159,6 +185,7 @@ class Accumulator(Freeable):
         return AccumulatorStatistics(
             self._protocol.state().step,
             self._protocol.count(),
+            self._protocol.weight(),
             self._shared.tally(),
             tuple(self._protocol.membership.left()),
             tuple(self._protocol.membership.lost()),

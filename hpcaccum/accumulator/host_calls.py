@@ -89,13 +89,14 @@ class HostCalls(Calls):
         local_step: int,
         offer: Offer,
         fresh: tuple[Fresh | None, Fresh | None],
+        weight: float,
         only: int | None,
         contents: bytes | None,
     ) -> Call:
         """Begin to have a gradient admitted: the result is that of the protocol's."""
         # The answer may lead other ranks to what is in the buffer.
         self._protocol.words.sync()
-        return self.begin("admit", local_step, offer, fresh, only, contents)
+        return self.begin("admit", local_step, offer, fresh, weight, only, contents)
 
     def arrive(self, admitted: Admitted) -> Call:
         """Begin to publish that a gradient is in place."""
@@ -109,14 +110,22 @@ class HostCalls(Calls):
         return self.begin("abandon", admitted)
 
     def take(
-        self, required: int, deadline: Deadline, reduce: Callable[[Closed], T]
+        self,
+        required: int,
+        at_least: int | None,
+        deadline: Deadline,
+        reduce: Callable[[Closed], T],
     ) -> T:
         """Do as `Taker.take`."""
         with self._taker.inside.hold("take_grad", deadline):
-            return self._take_in_turn(required, deadline, reduce)
+            return self._take_in_turn(required, at_least, deadline, reduce)
 
     def _take_in_turn(
-        self, required: int, deadline: Deadline, reduce: Callable[[Closed], T]
+        self,
+        required: int,
+        at_least: int | None,
+        deadline: Deadline,
+        reduce: Callable[[Closed], T],
     ) -> T:
         if self._leaving is not None:
             self._leaving.result(deadline, self.missing)
@@ -124,7 +133,7 @@ class HostCalls(Calls):
         again = False
         try:
             while True:
-                closed = self._close(required, again, deadline)
+                closed = self._close(required, at_least, again, deadline)
                 try:
                     result = reduce(closed)
                     break
@@ -138,9 +147,11 @@ class HostCalls(Calls):
         return result
 
     @traced("take")
-    def _close(self, required: int, again: bool, deadline: Deadline) -> Closed:
+    def _close(
+        self, required: int, at_least: int | None, again: bool, deadline: Deadline
+    ) -> Closed:
         """Return a closed round."""
-        call = self.begin("take", required, again)
+        call = self.begin("take", required, at_least, again)
         try:
             closed = call.result(deadline, self._awaited)
         except WaitTimeoutError as error:
@@ -185,6 +196,7 @@ class HostCalls(Calls):
         local_step: int,
         offer: Offer,
         fresh: tuple[Fresh | None, Fresh | None],
+        weight: float,
         only: int | None,
         contents: bytes | None,
     ) -> Admitted:
@@ -192,7 +204,13 @@ class HostCalls(Calls):
         if contents is not None:
             keep = functools.partial(self._storage.keep, rank, contents=contents)
         return self._protocol.admit(
-            rank, local_step, lambda: offer, fresh.__getitem__, only=only, keep=keep
+            rank,
+            local_step,
+            lambda: offer,
+            fresh.__getitem__,
+            weight=weight,
+            only=only,
+            keep=keep,
         )
 
     def _arrive(self, rank: int, admitted: Admitted, contents: bytes | None) -> bool:
@@ -208,10 +226,10 @@ class HostCalls(Calls):
         return True
 
     def _take(
-        self, rank: int, required: int, again: bool
+        self, rank: int, required: int, at_least: int | None, again: bool
     ) -> Generator[bool, None, Closed]:
         self._waits[rank] = None
-        waits = self._closing(rank, required, again)
+        waits = self._closing(rank, required, at_least, again)
         try:
             self._closed[rank] = yield from self._run(rank, waits)
         except BaseException:
@@ -223,18 +241,18 @@ class HostCalls(Calls):
         return self._closed[rank][1]
 
     def _closing(
-        self, rank: int, required: int, again: bool
+        self, rank: int, required: int, at_least: int | None, again: bool
     ) -> Waits[tuple[State, Closed]]:
         """Close a round for a rank, which has its turn if ``again``."""
         taker, storage, shapes = self._taker, self._storage, self._protocol.shapes
         if not again:
             yield from taker.turn(rank)
-        closing, closed = yield from taker.close(required, empty=False)
+        closing, closed = yield from taker.close(required, at_least)
         count = size_of(shapes.shape(closed.shape))
         if (total := storage.short_total(closed, count)) is not None:
             return closing, dataclasses.replace(closed, total=total)
         # The rank cannot reach the copies of a node that is lost.
-        return (yield from taker.close(required, empty=False, copies=False))
+        return (yield from taker.close(required, at_least, copies=False))
 
     def _run(self, rank: int, waits: Waits[T]) -> Generator[bool, None, T]:
         """Run a take of a rank; yield while it waits."""
@@ -246,9 +264,11 @@ class HostCalls(Calls):
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
             self._waits[rank] = wait
+            least = Deadline(wait.seconds, self.what)
             try:
                 while (found := wait.look()) is None:
-                    self._check_wanted(rank)
+                    if least.expired:
+                        self._check_wanted(rank)
                     yield False
                     # No later step of it comes after this.
                     self._protocol.membership.check_counts(rank)

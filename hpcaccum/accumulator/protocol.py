@@ -3,9 +3,10 @@
 No lock is held while a gradient is copied. One 64-bit word, STATE, decides by
 compare-and-swap which gradient is admitted to which round; the payload is copied
 afterwards. Each rank has one record per round, a word that only it writes: how many of
-its gradients have arrived. Rounds alternate between two parities: while one is being
-reduced, the other is open. A take clears the records of a parity before it passes its
-turn on, hence before that parity can be opened again.
+its gradients have arrived. Another word has the sum of their weights, and is written
+first. Rounds alternate between two parities: while one is being reduced, the other is
+open. A take clears the records of a parity before it passes its turn on, hence before
+that parity can be opened again.
 
 A take that finds too few gradients does not poll the count. It replaces the count in
 STATE by the number still missing. The writer that decrements it to zero closes the
@@ -47,6 +48,7 @@ from hpcaccum.accumulator.storage import Sums
 from hpcaccum.accumulator.ticket_lock import TicketLock
 from hpcaccum.accumulator.word_layout import WordLayout
 from hpcaccum.errors import InvalidArgumentError, format_ranks
+from hpcaccum.mpi import bits
 from hpcaccum.nodes import words_of
 
 if TYPE_CHECKING:
@@ -130,6 +132,7 @@ class AdmissionProtocol:
         members = layout.take(Membership.words(n))
         lock = layout.take(TicketLock.words(n))
         self._records = layout.take(2 * n)
+        self._weights = layout.take(2 * n)
         self._intents = layout.take(_APART * n, own_lines=True)
         counters = layout.take(Counters.words(n))
         limit = self.packing.max_shapes
@@ -181,6 +184,7 @@ class AdmissionProtocol:
         offer: Callable[[], Offer],
         fresh: Callable[[int], Fresh | None],
         *,
+        weight: float = 1.0,
         only: int | None = None,
         keep: Callable[[int], None] | None = None,
     ) -> Admitted:
@@ -194,6 +198,7 @@ class AdmissionProtocol:
             local_step: The step at which the gradient was computed.
             offer: Returns what the shape policy needs to know of it.
             fresh: Returns the first buffer that the rank has for a round, by parity.
+            weight: Of the gradient.
             only: Parity to which the gradient may be admitted, if not to both.
             keep: Has an agent keep a copy of what is in a buffer.
 
@@ -222,13 +227,15 @@ class AdmissionProtocol:
             self.end_intent(rank)
             word = found
         if held:
-            before: Record | None = Record.of(held)
-            record = Record.of(held).written()._replace(shape=shape)
+            had = self.words.read(self._weight_index(parity, rank))
+            before: Record | None = Record.of(held, had)
+            record = Record.of(held, had).written(weight)._replace(shape=shape)
             complete = False
         else:
             assert place is not None
             complete, copied = place[1] and self._apart, keep is not None
-            before, record = None, Record(place[0], 1, 0, shape, int(copied))
+            before = None
+            record = Record(place[0], 1, 0, shape, int(copied), weight)
             if keep is not None:
                 keep(place[0])
         admitted = Admitted(True, local_step, step, parity, before, record, complete)
@@ -293,19 +300,29 @@ class AdmissionProtocol:
         """Return the index of a rank's record of the round of a parity."""
         return self._records + parity * self._size + rank
 
+    def _weight_index(self, parity: int, rank: int) -> int:
+        return self._weights + parity * self._size + rank
+
     def holds_gradient(self, parity: int) -> bool:
         """Return whether this rank has a record of the round of this parity."""
         return self.words.read(self.record_index(parity, self._rank)) != 0
 
     def put_record(self, rank: int, parity: int, record: Record | None) -> None:
         """Publish what a rank has in a round."""
+        if record:
+            # First: whoever sees the record sees its weight.
+            weight = self._weight_index(parity, rank)
+            self.words.store_unordered(weight, bits(record.weight))
         word = record.word() if record else 0
         self.words.write(self.record_index(parity, rank), word)
 
     def read_records(self, parity: int) -> dict[int, Record]:
         """Return the records of the ranks that have one."""
         words = self.words.read_range(self.record_index(parity, 0), self._size)
-        return {rank: Record.of(word) for rank, word in enumerate(words) if word}
+        # Not before the records.
+        weights = self.words.read_range(self._weight_index(parity, 0), self._size)
+        pairs = enumerate(zip(words, weights, strict=True))
+        return {rank: Record.of(*pair) for rank, pair in pairs if pair[0]}
 
     def clear_records(self, parity: int) -> None:
         """Clear the records of all ranks."""
@@ -339,6 +356,14 @@ class AdmissionProtocol:
         """Count gradients that are lost; for the take that has its turn."""
         if number:
             self.words.write(_NUM_LOST, self.words.read(_NUM_LOST) + number)
+
+    def weight(self) -> float:
+        """Return the sum of the weights of gradients that no take has returned yet.
+
+        Of those that are in place.
+        """
+        both = [self.read_records(parity).values() for parity in range(2)]
+        return sum(each.weight for found in both for each in found if each.number)
 
     def num_lost(self) -> int:
         """Return how many gradients were admitted and lost."""

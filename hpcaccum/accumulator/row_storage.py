@@ -10,11 +10,11 @@ import numpy as np
 
 from hpcaccum import device
 from hpcaccum.accumulator.storage import Slots
-from hpcaccum.rows import RowFormat, RowPlace, Rows, matrix, merged, rows_of
+from hpcaccum.rows import RowFormat, RowPlace, Rows, matrix, merged, rows_of, weighted
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
-    from hpcaccum.accumulator.state import Closed
+    from hpcaccum.accumulator.state import Closed, Record
     from hpcaccum.deadline import Deadline
     from hpcaccum.mpi import Group
     from hpcaccum.rows import IndexedSlices
@@ -55,7 +55,7 @@ class RowGradient:
             return rows_of(slices, self.dtype)
         if not (order[1:] > order[:-1]).all():
             values = values[device.cupy().asarray(order)]
-        return Rows(ordered, np.ones(ordered.size, np.int64), values)
+        return Rows(ordered, np.ones(ordered.size), values)
 
 
 class RowSlots(Slots):
@@ -95,23 +95,31 @@ class RowSlots(Slots):
     def _label(self, place: RowPlace) -> str:
         return self._what
 
-    def prepare(self, grad: RowGradient) -> RowGradient:
+    def prepare(self, grad: RowGradient, weight: float) -> RowGradient:
         """Return the argument for `write`."""
         if grad.slices.on_device:
             self.pin()
         return grad
 
     @traced("copy")
-    def write(self, parity: int, index: int, grad: RowGradient, first: bool) -> None:
+    def write(
+        self,
+        parity: int,
+        index: int,
+        grad: RowGradient,
+        weight: float,
+        before: Record | None,
+    ) -> None:
         """Store a gradient in this rank's buffer, or add it to the sum there.
 
         See `Slots.write`.
         """
         rows, buffer = grad.rows, self.buffer(index)
         place = self._of_width(rows.values.shape[1])
-        if not first:
+        if before is not None:
             here = rows._replace(values=device.to_host(rows.values))
-            rows = merged([place.rows(buffer), here])
+            had = weighted(place.rows(buffer), before.factor)
+            rows = merged([had, weighted(here, weight)])
         place.write(buffer, rows, device.copyto)
 
     def total_rows(self, closed: Closed, width: int, deadline: Deadline) -> Rows:

@@ -34,6 +34,7 @@ class AccumulatorStatistics:
     Attributes:
         global_step: The step now.
         num_accumulated: Gradients that no take has returned yet.
+        weight: Sum of the weights of those of them that are in place.
         tally: Gradients accepted and dropped so far, by rank, and their lags.
         left: Ranks that have left, or are lost.
         lost: Ranks that are lost: an exception has ended their call.
@@ -45,6 +46,7 @@ class AccumulatorStatistics:
 
     global_step: int
     num_accumulated: int
+    weight: float
     tally: Tally
     left: tuple[int, ...]
     lost: tuple[int, ...]
@@ -88,12 +90,16 @@ class SharedAccumulator(Freeable):
         self._register(group, group.label(what))
 
     def take(
-        self, required: int, deadline: Deadline, reduce: Callable[[Closed], T]
+        self,
+        required: int,
+        at_least: int | None,
+        deadline: Deadline,
+        reduce: Callable[[Closed], T],
     ) -> T:
         """Do as `Taker.take`; by the agent of the host's node, if that is another."""
         if self.calls is not None and not self.calls.near:
-            return self.calls.take(required, deadline, reduce)
-        return self.taker.take(required, deadline, reduce)
+            return self.calls.take(required, at_least, deadline, reduce)
+        return self.taker.take(required, at_least, deadline, reduce)
 
     @classmethod
     def attach(cls, group: Group, settings: Settings, what: str) -> SharedAccumulator:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, SupportsInt
 import numpy as np
 
 from hpcaccum.accumulator.declared_shape import size_of
-from hpcaccum.accumulator.handle import Accumulator
+from hpcaccum.accumulator.handle import Accumulator, Taken
 from hpcaccum.accumulator.row_storage import RowGradient, RowSlots
 from hpcaccum.accumulator.settings import Settings, check_sparse_settings
-from hpcaccum.arguments import step_number
+from hpcaccum.arguments import positive_weight, step_number
 from hpcaccum.device import cupy, current_stream
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.mpi import Group, group_of
@@ -51,7 +51,8 @@ class SparseConditionalAccumulator(Accumulator):
     `ConditionalAccumulator`. A gradient is a list of rows with their indices, in any
     order; repeated rows are added. A take returns each row that a gradient contains
     once. With ``"MEAN"`` it divides a row by the number of gradients that contain it,
-    so the other gradients do not reduce rows that few gradients contain.
+    or by the sum of their weights, so the other gradients do not reduce rows that few
+    gradients contain.
 
     Each rank stores its rows on its own node, in two buffers, until they are taken.
     They are added in rank order: the same gradients give the same bits in any order of
@@ -120,6 +121,8 @@ class SparseConditionalAccumulator(Accumulator):
         grad_shape: Iterable[SupportsIndex] | None = None,
         local_step: SupportsInt = 0,
         name: str | None = None,
+        *,
+        weight: float = 1.0,
     ) -> Receipt:
         """Add a gradient, unless it is stale.
 
@@ -137,23 +140,29 @@ class SparseConditionalAccumulator(Accumulator):
                 only.
             local_step: The step at which the gradient was computed; one number.
             name: Ignored.
+            weight: See `ConditionalAccumulator.apply_grad`.
 
         Returns:
             Whether it was accepted, and the accumulator's step.
 
         Raises:
-            InvalidArgumentError: On this rank, for wrong indices, values or step, or
-                more rows than ``capacity``, or if this rank has left; nothing is added.
-                Of a stale gradient, only the step is checked, and that it has a row of
-                numbers for each index.
+            InvalidArgumentError: On this rank, for wrong indices, values, step or
+                weight, or more rows than ``capacity``, or if this rank has left;
+                nothing is added. Of a stale gradient, only step and weight are checked,
+                and that it has a row of numbers for each index.
             TypeError: If ``grad_shape`` does not consist of integers.
             Exception: Anything else, as for `ConditionalAccumulator.apply_grad`.
         """
         grad = IndexedSlices(grad_values, grad_indices, grad_shape)
-        return self.apply_indexed_slices_grad(grad, local_step)
+        return self.apply_indexed_slices_grad(grad, local_step, weight=weight)
 
     def apply_indexed_slices_grad(
-        self, grad: IndexedSlices, local_step: SupportsInt = 0, name: str | None = None
+        self,
+        grad: IndexedSlices,
+        local_step: SupportsInt = 0,
+        name: str | None = None,
+        *,
+        weight: float = 1.0,
     ) -> Receipt:
         """Add a gradient, unless it is stale; see `apply_grad`.
 
@@ -166,8 +175,9 @@ class SparseConditionalAccumulator(Accumulator):
                 f"gradient must be an IndexedSlices, got {type(grad).__name__}"
             )
         step = step_number(local_step, "local_step")
-        gradient = RowGradient(grad, accumulation_dtype(self.dtype))
-        return self._shared.writer.submit(gradient, step)
+        dtype = accumulation_dtype(self.dtype)
+        number = positive_weight(weight, dtype)
+        return self._shared.writer.submit(RowGradient(grad, dtype), step, number)
 
     def take_grad(
         self,
@@ -196,12 +206,29 @@ class SparseConditionalAccumulator(Accumulator):
             DeviceUnavailableError: If ``on_device`` is set and there is none; nothing
                 is taken.
         """
+        return self.take(num_required, timeout=timeout, on_device=on_device).value
+
+    def take(
+        self,
+        num_required: SupportsIndex,
+        *,
+        timeout: float | None = None,
+        at_least: SupportsIndex | None = None,
+        on_device: bool = False,
+    ) -> Taken[SparseGradient]:
+        """Do as `take_grad`, and return how many gradients the result has.
+
+        ``at_least``, result and errors are those of `ConditionalAccumulator.take`.
+        """
         if not on_device:
-            return self._take(num_required, timeout, self._reduce)
+            return self._take(num_required, at_least, timeout, self._reduce)
         cupy()
         # If the copy fails, the next take returns these rows.
         return self._take(
-            num_required, timeout, lambda *round_: _to_device(self._reduce(*round_))
+            num_required,
+            at_least,
+            timeout,
+            lambda *round_: _to_device(self._reduce(*round_)),
         )
 
     def take_indexed_slices_grad(
@@ -234,10 +261,10 @@ class SparseConditionalAccumulator(Accumulator):
         )
 
     def _divided(self, rows: Rows) -> Array:
-        """Return the values, divided by the counts if the mean is wanted; a copy."""
+        """Return the values, divided by the weights if the mean is wanted; a copy."""
         values = rows.values
-        if self._settings.reduction == "MEAN" and (rows.counts > 1).any():
-            values = values / rows.counts[:, None].astype(values.dtype)
+        if self._settings.reduction == "MEAN" and (rows.weights != 1).any():
+            values = values / rows.weights[:, None].astype(values.dtype)
         return values.astype(self.dtype)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from hpcaccum.mpi import number_of
+
 # Gradients of one rank in one round: 20 bits. Then the number of a shape.
 _MAX_NUMBER, _MAX_SHAPE = (1 << 20) - 1, (1 << 10) - 1
 
@@ -88,12 +90,16 @@ class Packing:
 class Record(NamedTuple):
     """What one rank has in one round: a buffer with the sum of its gradients.
 
+    A single gradient is in the buffer as it was given. Several have been multiplied by
+    their weights.
+
     Attributes:
         buffer: 0 or 1.
         number: Gradients in the sum.
         adding: Whether one more is being added, so that the sum is none.
         shape: Number of the shape; 0 if all rounds have the same one.
         copied: Whether the agent of the host's node has a copy of the sum.
+        weight: Sum of the weights of the gradients, in a word of its own.
     """
 
     buffer: int
@@ -101,22 +107,30 @@ class Record(NamedTuple):
     adding: int
     shape: int
     copied: int = 0
+    weight: float = 1.0
+
+    @property
+    def factor(self) -> float:
+        """What multiplies the buffer in a sum."""
+        return self.weight if self.number == 1 else 1.0
 
     def word(self) -> int:
-        """Return the record as one word, never 0 if it has a gradient."""
+        """Return all but the weight as one word, never 0 if it has a gradient."""
         counts = (self.copied << 10 | self.shape) << 20 | self.number
         return (counts << 1 | self.adding) << 1 | self.buffer
 
-    def written(self) -> Record:
+    def written(self, weight: float) -> Record:
         """Return the record after one more gradient."""
-        return Record(self.buffer, self.number + 1, 0, self.shape)
+        total = self.weight + weight
+        return Record(self.buffer, self.number + 1, 0, self.shape, 0, total)
 
     @classmethod
-    def of(cls, word: int) -> Record:
-        """Return the record of a word."""
-        counts = word >> 2
+    def of(cls, word: int, weight: int) -> Record:
+        """Return the record of a word, and of that of its weight."""
+        counts, adding, buffer = word >> 2, word >> 1 & 1, word & 1
         shape, copied = counts >> 20 & _MAX_SHAPE, counts >> 30
-        return cls(word & 1, counts & _MAX_NUMBER, word >> 1 & 1, shape, copied)
+        number = counts & _MAX_NUMBER
+        return cls(buffer, number, adding, shape, copied, number_of(weight))
 
 
 @dataclass(frozen=True)
@@ -138,3 +152,8 @@ class Closed:
     shape: int
     records: dict[int, Record]
     total: bytes | None = None
+
+    @property
+    def weight(self) -> float:
+        """Sum of the weights of the gradients."""
+        return sum(record.weight for record in self.records.values())

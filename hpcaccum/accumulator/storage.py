@@ -15,8 +15,8 @@ from hpcaccum import device
 from hpcaccum.accumulator.batch import Batch
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Region
-from hpcaccum.nodes import NodeParts, is_short
-from hpcaccum.rows import RowPlace, Rows, merged, union_size
+from hpcaccum.nodes import NodeParts, Place, is_short
+from hpcaccum.rows import RowPlace, Rows, merged, union_size, weighted
 from hpcaccum.spans import traced
 from hpcaccum.summation import add_in_order
 
@@ -27,15 +27,14 @@ if TYPE_CHECKING:
     from hpcaccum.deadline import Deadline
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
-    from hpcaccum.nodes import Place
 
 
 class Slots:
     """Two buffers of each rank on its node, for gradients that are vectors.
 
     A vector may have places of rows at its end. If a rank has several gradients in a
-    round, its buffer has their sum: rows are added by their indices, all other elements
-    one by one.
+    round, its buffer has their sum, each multiplied by its weight: rows are added by
+    their indices, all other elements one by one.
 
     The sum of all ranks is formed at the take: in rank order on each node, then in the
     order of the nodes. The same gradients give the same bits in any order of arrival.
@@ -84,7 +83,7 @@ class Slots:
         """Pin this rank's buffers for DMA."""
         if self._pinned is None:
             nbytes, whole = 2 * self._stride, np.dtype(np.uint8)
-            memory = self.parts.view((self._rank, 0), nbytes, whole)
+            memory = self.parts.view(Place(self._rank, 0), nbytes, whole)
             self._pinned = device.Pinned(memory)
 
     def is_lost(self, rank: int, record: Record, copies: bool) -> bool:
@@ -96,12 +95,14 @@ class Slots:
         return self.parts.is_lost(rank) and not copied
 
     def _place(self, rank: int, index: int) -> Place:
-        return rank, index * self._stride
+        return Place(rank, index * self._stride)
 
     def _places(self, closed: Closed) -> list[Place]:
         """Return the buffers that hold the gradients of a round, in rank order."""
-        records = closed.records.items()
-        return [self._place(rank, record.buffer) for rank, record in records]
+        return [
+            self._place(rank, record.buffer)._replace(factor=record.factor)
+            for rank, record in closed.records.items()
+        ]
 
     def clear(self, parity: int, size: int | None) -> None:
         """Do nothing: the first gradient of a round overwrites."""
@@ -122,7 +123,7 @@ class Slots:
     def _view(self, index: int, count: int) -> Array:
         return self.parts.view(self._place(self._rank, index), count, self._dtype)
 
-    def prepare(self, grad: Any) -> Any:
+    def prepare(self, grad: Any, weight: float) -> Any:
         """Return the argument for `write`."""
         if device.is_device(grad):
             self.pin()
@@ -156,43 +157,48 @@ class Slots:
         return f"gradients of {place.name!r}"
 
     @traced("copy")
-    def write(self, parity: int, index: int, grad: Any, first: bool) -> None:
+    def write(
+        self, parity: int, index: int, grad: Any, weight: float, before: Record | None
+    ) -> None:
         """Store a gradient in this rank's buffer, or add it to the sum there.
 
         Args:
             parity: Of the round; unused.
             index: The buffer.
             grad: What `prepare` returned.
-            first: Whether the buffer has no gradient of this round yet.
+            weight: Of the gradient.
+            before: What the buffer has of this round; None if nothing.
         """
         place = self._view(index, grad.size).reshape(grad.shape)
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):
-            if first:
+            if before is None:
                 device.copyto(place, grad)
             else:
-                self._add(place, device.to_host(grad))
+                factors = before.factor, weight
+                self._add(place.reshape(-1), device.to_host(grad).reshape(-1), factors)
 
-    def _add(self, sums: Array, grad: Array) -> None:
+    def _add(self, sums: Array, grad: Array, factors: tuple[float, float]) -> None:
         for place, rows in self._rows_of(grad):
-            place.write(sums, merged([place.rows(sums), rows]))
+            parts = [place.rows(sums), rows]
+            place.write(sums, merged([*map(weighted, parts, factors)]))
         if self._rows:
             begin = self._rows[0].begin
             sums, grad = sums[:begin], grad[:begin]
         # Converted before the addition, as a single gradient is.
-        np.add(sums, grad, sums, dtype=self._dtype, casting="same_kind")
+        add_in_order([sums, grad], sums, factors=factors)
 
     def total(
-        self, closed: Closed, divisor: int, out: Array, deadline: Deadline
+        self, closed: Closed, divisor: float, out: Array, deadline: Deadline
     ) -> None:
-        """Set a vector to the sum of a round's gradients, divided by ``divisor``.
+        """Set a vector to the weighted sum of a round's gradients, over ``divisor``.
 
         On one node every gradient is read once, from its slot, and the result is
         written once.
 
         Args:
             closed: The round.
-            divisor: At least 1.
+            divisor: More than 0.
             out: The vector.
             deadline: Of the call. Other nodes have a minute, also if less is left.
 
@@ -209,7 +215,7 @@ class Slots:
         batch = self.batch(closed, 1)
         return self.parts.short_sum(batch.places, count, self._dtype, batch.copied)
 
-    def batch(self, closed: Closed, divisor: int) -> Batch:
+    def batch(self, closed: Closed, divisor: float) -> Batch:
         """Return the gradients of a round, which stay where they are."""
         records, places = closed.records.items(), self._places(closed)
         copied = [rank for rank, record in records if record.copied & self._has_copies]
@@ -275,21 +281,24 @@ class Sums:
             self._staging[index] = np.zeros(self._capacity, self._dtype)
         return self._staging[index]
 
-    def prepare(self, grad: Array) -> Array:
-        """Return the argument for `write`: a vector that MPI can send."""
+    def prepare(self, grad: Array, weight: float) -> Array:
+        """Return the argument for `write`: a vector, times its weight, for MPI."""
+        dtype = self._dtype
         with np.errstate(all="ignore"):
-            vector = np.ascontiguousarray(device.to_host(grad), self._dtype)
-        return vector.reshape(-1)
+            vector = np.ascontiguousarray(device.to_host(grad), dtype).reshape(-1)
+            return vector if weight == 1 else vector * dtype.type(weight)
 
     @traced("copy")
-    def write(self, parity: int, index: int, grad: Array, first: bool) -> None:
+    def write(
+        self, parity: int, index: int, grad: Array, weight: float, before: Record | None
+    ) -> None:
         """Add a gradient to the sum of a parity; see `Slots.write`."""
         self._region.accumulate(parity * self._stride, grad)
 
     def total(
-        self, closed: Closed, divisor: int, out: Array, deadline: Deadline
+        self, closed: Closed, divisor: float, out: Array, deadline: Deadline
     ) -> None:
-        """Set a vector to the sum of a round's gradients, divided by ``divisor``."""
+        """Set a vector to the weighted sum of a round's gradients, over ``divisor``."""
         if closed.total is not None:
             total: Array = np.frombuffer(closed.total, self._dtype)
         elif self._region.direct:

@@ -7,6 +7,7 @@ of another node, the agent of the host's node does: see `host_calls`.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -14,6 +15,7 @@ from hpcaccum.accumulator.declared_shape import size_of
 from hpcaccum.accumulator.one_thread import OneThread
 from hpcaccum.accumulator.protocol import MEMBERS, STATE
 from hpcaccum.accumulator.state import Closed
+from hpcaccum.deadline import Deadline
 from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError, format_ranks
 from hpcaccum.nodes import LostNodeError
 from hpcaccum.spans import traced
@@ -24,10 +26,13 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator.protocol import AdmissionProtocol
     from hpcaccum.accumulator.state import State
     from hpcaccum.accumulator.storage import Storage
-    from hpcaccum.deadline import Deadline
     from hpcaccum.nodes import Calls
 
 T = TypeVar("T")
+
+# Seconds that a take with ``at_least`` has for admitted writers after its limit. It has
+# closed the round by then, and they copy one gradient each.
+_WRITING = 0.5
 
 
 class Wait(NamedTuple):
@@ -38,11 +43,13 @@ class Wait(NamedTuple):
         missing: Returns what is waited for, for messages.
         changed: Returns whether another look may find it, as `Calls.wait` needs; None
             if it is not a long wait.
+        seconds: Those that it has at least, also after the time limit.
     """
 
     look: Callable[[], Any]
     missing: Callable[[], str]
     changed: Callable[[], bool] | None = None
+    seconds: float = 0.0
 
 
 # Waits, each of which is sent what has ended it, or raises; and a result.
@@ -72,12 +79,17 @@ class Taker:
         self.calls: Calls | None = None
 
     def take(
-        self, required: int, deadline: Deadline, reduce: Callable[[Closed], T]
+        self,
+        required: int,
+        at_least: int | None,
+        deadline: Deadline,
+        reduce: Callable[[Closed], T],
     ) -> T:
         """Do as `hold_round`, and return the reduction of its gradients, at least one.
 
         Args:
             required: See `hold_round`.
+            at_least: Likewise.
             deadline: Likewise.
             reduce: Called with the round; again, with what is left, if a node is lost.
 
@@ -88,13 +100,18 @@ class Taker:
             # If a node with gradients of the round is lost, the others are taken.
             with (
                 contextlib.suppress(LostNodeError),
-                self.hold_round(required, deadline) as closed,
+                self.hold_round(required, deadline, at_least=at_least) as closed,
             ):
                 return reduce(closed)
 
     @contextlib.contextmanager
     def hold_round(
-        self, required: int, deadline: Deadline, *, empty: bool = False
+        self,
+        required: int,
+        deadline: Deadline,
+        *,
+        at_least: int | None = None,
+        empty: bool = False,
     ) -> Iterator[Closed]:
         """Close a round of ``required`` gradients or more, and keep it for a block.
 
@@ -104,6 +121,7 @@ class Taker:
         Args:
             required: Gradients to wait for.
             deadline: Of the call.
+            at_least: Gradients that suffice when the limit passes; None: ``required``.
             empty: Whether a round is kept of which all gradients were lost. If not,
                 another round is closed at its step.
 
@@ -113,7 +131,8 @@ class Taker:
         """
         with self.inside.hold("take_grad", deadline):
             try:
-                closing, closed = self._take_round(required, deadline, empty)
+                waits = self.close(required, at_least, empty=empty)
+                closing, closed = self._take_round(waits, deadline)
                 yield closed
                 self.complete(self._rank, closing, closed)
             finally:
@@ -121,11 +140,11 @@ class Taker:
 
     @traced("take")
     def _take_round(
-        self, required: int, deadline: Deadline, empty: bool
+        self, waits: Waits[tuple[State, Closed]], deadline: Deadline
     ) -> tuple[State, Closed]:
         """Return a round as it was when it closed, and what has arrived of it."""
         self._run(self.turn(self._rank), deadline)
-        return self._run(self.close(required, empty=empty), deadline)
+        return self._run(waits, deadline)
 
     def _run(self, waits: Waits[T], deadline: Deadline) -> T:
         """Wait each time; return the result."""
@@ -143,7 +162,9 @@ class Taker:
 
     def _wait(self, wait: Wait, deadline: Deadline) -> Any:
         """Wait; return what has ended the wait."""
-        look, missing, changed = wait
+        look, missing, changed, seconds = wait
+        if seconds > deadline.remaining:
+            deadline = Deadline(seconds, deadline.what)
         if self.calls is None or changed is None:
             return deadline.wait(look, missing)
         return self.calls.wait(look, changed, deadline, missing, soon=False)
@@ -162,15 +183,21 @@ class Taker:
             )
 
     def close(
-        self, required: int, *, empty: bool, copies: bool = True
+        self,
+        required: int,
+        at_least: int | None,
+        *,
+        empty: bool = False,
+        copies: bool = True,
     ) -> Waits[tuple[State, Closed]]:
         """Close a round; return it as it was then, and what has arrived of it.
 
         Its rank has its turn, and can reach the copies of gradients if ``copies``.
         """
+        seconds = 0.0 if at_least is None else _WRITING
         while True:
-            closing = self._resume() or (yield from self._close(required))
-            closed = yield from self._await_writers(closing, copies)
+            closing = self._resume() or (yield from self._close(required, at_least))
+            closed = yield from self._await_writers(closing, copies, seconds)
             if closed.count or empty:
                 return closing, closed
             self._end(closing, closed)
@@ -208,21 +235,30 @@ class Taker:
             return self._withdraw_request(closing.parity, closing.number)
         return state.parity != closing.parity
 
-    def _close(self, required: int) -> Waits[State]:
+    def _close(self, required: int, at_least: int | None) -> Waits[State]:
         """Return a closed round, as it was when it closed."""
         protocol, members = self._protocol, self._protocol.membership
+
+        def quorum(number: int) -> int:
+            return members.quorum(number, members.num_left(changes))
+
         while True:
             changes = members.changes()
-            wanted = members.quorum(required, members.num_left(changes))
-            state = protocol.state()
+            wanted, state = quorum(required), protocol.state()
             closing = state._replace(number=max(wanted, state.number), waiting=0)
             # Before the swap, so that another take can complete this one.
             protocol.put_closing(closing)
-            if state.number < wanted:
+            if state.number >= wanted:
+                if protocol.swap(state, state.closed()):
+                    return closing
+                continue
+            try:
                 if (yield from self._request(state, wanted, changes)):
                     return closing
-            elif protocol.swap(state, state.closed()):
-                return closing
+            except WaitTimeoutError:
+                if at_least is None or protocol.state().number < quorum(at_least):
+                    raise
+                required = at_least
 
     def _request(self, state: State, wanted: int, changes: int) -> Waits[bool]:
         """Have writers close the round at ``wanted`` gradients; wait until they do.
@@ -288,7 +324,9 @@ class Taker:
 
     # Completing
 
-    def _await_writers(self, closing: State, copies: bool) -> Waits[Closed]:
+    def _await_writers(
+        self, closing: State, copies: bool, seconds: float
+    ) -> Waits[Closed]:
         """Return the round once all that were admitted have written, or are lost."""
 
         def complete() -> Closed | None:
@@ -303,7 +341,8 @@ class Taker:
         found = complete()
         if found is None:
             unfinished = self._protocol.unfinished
-            found = yield Wait(complete, lambda: unfinished(closing.parity))
+            missing = functools.partial(unfinished, closing.parity)
+            found = yield Wait(complete, missing, seconds=seconds)
         assert found is not None
         return found
 

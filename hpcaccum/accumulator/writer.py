@@ -67,8 +67,8 @@ class Writer:
         self._seen = 0
         self._unanswered: Unanswered | None = None
 
-    def submit(self, array: Any, local_step: int) -> Receipt:
-        """Add a gradient to the open round unless it is stale.
+    def submit(self, array: Any, local_step: int, weight: float) -> Receipt:
+        """Add a gradient, with a weight, to the open round unless it is stale.
 
         Raises:
             InvalidArgumentError: If it does not fit; nothing was added.
@@ -81,11 +81,11 @@ class Writer:
         source = None
         if not (self._storage.sends and self._is_stale(array, local_step)):
             # What may fail comes before the admission.
-            source = self._storage.prepare(array)
+            source = self._storage.prepare(array, weight)
 
         def attempt() -> Receipt | None:
             with self._turn.hold("apply_grad"):
-                return self._try(array, source, local_step)
+                return self._try(array, source, local_step, weight)
 
         receipt = attempt()
         if receipt is None:
@@ -100,14 +100,16 @@ class Writer:
             self._seen = self._protocol.state().step
         return local_step < self._seen
 
-    def _try(self, array: Any, source: Any, local_step: int) -> Receipt | None:
+    def _try(
+        self, array: Any, source: Any, local_step: int, weight: float
+    ) -> Receipt | None:
         """Submit; None if slots of other threads leave no buffer at the moment."""
         self._protocol.membership.check_present("apply")
         if self._unanswered:
             self._settle(Deadline(None, self._call))
         slot = self._buffers.slot_of(array)
         try:
-            return self._submit(array, source, local_step, slot)
+            return self._submit(array, source, local_step, weight, slot)
         except InvalidArgumentError:
             # Raised before the gradient was admitted.
             raise
@@ -130,7 +132,12 @@ class Writer:
         return True, 1 - overflow[0] if overflow else None
 
     def _submit(
-        self, array: Any, source: Any, local_step: int, slot: int | None
+        self,
+        array: Any,
+        source: Any,
+        local_step: int,
+        weight: float,
+        slot: int | None,
     ) -> Receipt | None:
         """Do as `_try`.
 
@@ -141,7 +148,7 @@ class Writer:
         possible, only = self._possible(array, slot)
         if not possible:
             return None
-        admitted = self._admit(array, source, local_step, slot, only)
+        admitted = self._admit(array, source, local_step, weight, slot, only)
         if admitted.accepted is None:
             if overflow := self._buffers.overflow(array):
                 raise overflow[1]
@@ -154,11 +161,11 @@ class Writer:
         if not admitted.complete:
             if source is None:
                 # It seemed stale, but the step was lowered since.
-                source = self._storage.prepare(array)
-            first = admitted.before is None
-            if first and record.buffer != slot:
+                source = self._storage.prepare(array, weight)
+            before = admitted.before
+            if before is None and record.buffer != slot:
                 self._buffers.take_back(record.buffer)
-            self._storage.write(parity, record.buffer, source, first)
+            self._storage.write(parity, record.buffer, source, weight, before)
         self._buffers.settle(admitted, slot)
         if not admitted.complete:
             self._arrive(admitted)
@@ -170,6 +177,7 @@ class Writer:
         array: Any,
         source: Any,
         local_step: int,
+        weight: float,
         slot: int | None,
         only: int | None,
     ) -> Admitted:
@@ -191,11 +199,16 @@ class Writer:
 
         if self._calls is None:
             return self._protocol.admit(
-                self._rank, local_step, lambda: offer(array), fresh, only=only
+                self._rank,
+                local_step,
+                lambda: offer(array),
+                fresh,
+                weight=weight,
+                only=only,
             )
         contents = sent if placed is None else self._storage.short(placed)
         places = fresh(0), fresh(1)
-        call = self._calls.admit(local_step, offered, places, only, contents)
+        call = self._calls.admit(local_step, offered, places, weight, only, contents)
         admitted: Admitted = self._answer(Unanswered(call, slot, sent))
         self._put(admitted, sent)
         return admitted

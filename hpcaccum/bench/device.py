@@ -179,12 +179,12 @@ class SumsOnDevice(DeviceCase):
             _launch(f"accumulate_{kernel}", count, total, array, *more)
 
         def mean() -> None:
-            _launch("mean_f32", count, target, total, size, np.int64(3))
+            _launch("mean_f32", count, target, total, size, np.float64(3))
 
         def clip() -> None:
             norm = source, size, partial, ticket, square
             _launch("square_norm_f32", count, *norm)
-            clipped = target, source, size, np.int64(1), square, np.float64(_CLIP)
+            clipped = target, source, size, np.float64(1), square, np.float64(_CLIP)
             _launch("mean_clip_f32", count, *clipped)
 
         def cupy_clip() -> None:
@@ -294,36 +294,36 @@ class RowsOnDevice(DeviceCase):
         values = cupy.floor(source * np.float32(4)).reshape(number, _WIDTH)
         rows = self._random.integers(0, 2 * number, number)
         total = self._result(cupy.empty((2 * number, _WIDTH), np.float32), 6)
-        counts = self._result(cupy.zeros(2 * number, np.int32), 0)
+        weights = self._result(cupy.zeros(2 * number, np.float32), 0)
         refused = cupy.zeros(1, np.int64)
-        given = self._random.integers(0, 4, 2 * number).astype(np.int32)
-        divisors = cupy.maximum(given, 1).astype(np.float32)[:, None]
-        # Values and indices are read; sums and counts are read and written.
+        given = self._random.integers(0, 4, 2 * number).astype(np.float32)
+        divisors = cupy.maximum(given, 1)[:, None]
+        # Values and indices are read; sums and weights are read and written.
         added = 12 * values.size + 16 * number
         divided = 4 * given.size + 8 * _WIDTH * int((given > 1).sum())
 
         def scatter() -> None:
-            arrays = total, counts, values, rows
+            arrays = total, weights, values, rows
             sizes = map(np.int64, (number, _WIDTH, 2 * number))
-            _launch("scatter_add_rows_f32", values.size, *arrays, *sizes, refused)
+            more = np.float32(1), refused
+            _launch("scatter_add_rows_f32", values.size, *arrays, *sizes, *more)
 
-        def cupy_scatter(total: Any = total, counts: Any = counts) -> None:
+        def cupy_scatter(total: Any = total, weights: Any = weights) -> None:
             cupy.add.at(total, rows, values)
-            cupy.add.at(counts, rows, 1)
+            cupy.add.at(weights, rows, 1)
 
         def check_scatter() -> None:
-            expected = cupy.full_like(total, 6), cupy.zeros_like(counts)
+            expected = cupy.full_like(total, 6), cupy.zeros_like(weights)
             cupy_scatter(*expected)
             check_same(total, expected[0])
-            check_same(counts, expected[1])
+            check_same(weights, expected[1])
 
         def mean() -> None:
             sizes = map(np.int64, (2 * number, _WIDTH))
             _launch("mean_rows_f32", total.size, total, given, *sizes)
 
         def cupy_mean() -> None:
-            divisors = cupy.maximum(given, 1).astype(np.float32)
-            cupy.divide(total, divisors[:, None], out=total)
+            cupy.divide(total, divisors, out=total)
 
         self._contest(
             "scatter", added / self.nbytes, scatter, cupy_scatter, check_scatter

@@ -142,7 +142,13 @@ class Transfer:
         current_stream().wait_event(self._returned)
         self.unpack(arrays)
 
-    def divide(self, divisor: int) -> None:
+    def multiply(self, factor: float) -> None:
+        """Multiply the buffer that `pack` returned."""
+        if factor != 1:
+            flat = self._coming
+            np.multiply(flat, flat.dtype.type(factor), out=flat)
+
+    def divide(self, divisor: float) -> None:
         """Divide the buffer that `pack` returned."""
         if divisor != 1:
             flat = self._coming

@@ -17,6 +17,7 @@ import optax
 from jax.experimental import io_callback
 
 from hpcaccum.accumulator import Tally
+from hpcaccum.arguments import positive_weight
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.jax.structure import Structure, key_data
 from hpcaccum.layout import Layout
@@ -60,7 +61,7 @@ class AverageState(NamedTuple):
     compared: Any
 
 
-class Average(optax.GradientTransformation):  # type: ignore[misc]
+class Average(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
     """The transformation that `average` returns."""
 
     _averager: Averager
@@ -90,6 +91,10 @@ def average(
     ``optax.chain(average(), optax.adam(1e-3))``. It can be compiled by `jax.jit`: the
     exchange is an ordered callback. All ranks must call its ``update`` the same number
     of times and in the same order.
+
+    ``update(updates, state, params, weight=n)``, also of a chain, gives the updates of
+    this rank a weight, such as the number of samples in its batch: the mean is then
+    sum(weight * update) / sum(weight).
 
     All ranks must start with the same parameters; `broadcast` makes them the same. The
     first ``update`` of a state compares their bits, if it is given ``params``, and so
@@ -199,8 +204,19 @@ class Averager(Freeable):
         """Return the state of parameters that were not compared yet."""
         return AverageState(jnp.zeros((), jnp.uint32))
 
-    def update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        """Return the mean of updates over the ranks, and the state. Collective."""
+    def update(
+        self,
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        weight: Any = 1.0,
+        **others: Any,
+    ) -> tuple[Any, Any]:
+        """Return the mean of updates over the ranks, and the state. Collective.
+
+        The rest of a chain may have ``others``.
+        """
         if _forbidden.get():
             raise InvalidArgumentError(
                 f"{self._name} cannot be part of the rule of a server, which only the "
@@ -209,7 +225,13 @@ class Averager(Freeable):
         self._check_open()
         leaves, nesting = jax.tree_util.tree_flatten(updates)
         arrays, mark = _named_arrays(params), getattr(state, "compared", None)
-        *leaves, mark = refuse_mapped(self._name, [*leaves, *arrays.values(), mark])
+        # What is no number is an error of the exchange, on all ranks.
+        with contextlib.suppress(TypeError, ValueError):
+            weight = jnp.asarray(weight, float)
+        if not isinstance(weight, jax.Array):
+            weight = jnp.asarray(jnp.nan)
+        leaves = [*leaves, weight, *arrays.values()]
+        *leaves, mark = refuse_mapped(self._name, [*leaves, mark])
         if self._shard is None:
             self._make(updates)
         structure = Structure.of(updates)
@@ -302,17 +324,23 @@ class Averager(Freeable):
         return [mark, *means]
 
     def _reduce(self, *leaves: Any) -> list[Array]:
-        """Return the means of arrays, in memory that nothing else uses."""
+        """Return the means of arrays, in memory that nothing else uses.
+
+        The last one is the weight.
+        """
         assert self._structure is not None
         assert self._shard is not None
-        arrays = dict(zip(self._structure.names, map(np.asarray, leaves), strict=True))
+        *given, weight = map(np.asarray, leaves)
+        arrays = dict(zip(self._structure.names, given, strict=True))
         means = {name: np.empty_like(array) for name, array in arrays.items()}
         try:
-            given = ((name, array, array.dtype) for name, array in arrays.items())
-            skips = to_drop(self._name, given, self._options["on_nonfinite"])
+            named = ((name, array, array.dtype) for name, array in arrays.items())
+            skips = to_drop(self._name, named, self._options["on_nonfinite"])
+            number = positive_weight(weight, np.dtype(np.float32))
         except InvalidArgumentError as error:
             self._shard.fail(error)
-        if self._shard.reduce(arrays, means, None, skips=skips) is None:
+        reduce = self._shard.reduce
+        if reduce(arrays, means, None, skips=skips, weight=number) is None:
             return [np.zeros_like(array) for array in arrays.values()]
         self._shard.count()
         self._shard.updated()

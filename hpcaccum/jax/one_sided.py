@@ -137,15 +137,20 @@ class OneSided(Freeable):
         """The parameters of the last `push`; after `free`, those of the last update."""
         return self._params
 
-    def push(self, grads: Any, **extra: Any) -> tuple[Any, Receipt]:
+    def push(
+        self, grads: Any, *, weight: float = 1.0, **extra: Any
+    ) -> tuple[Any, Receipt]:
         """Send gradients to the host rank; wait as the optimizer promises.
 
         Args:
             grads: A pytree with the structure of the parameters, computed with the last
                 parameters that this rank got.
+            weight: What they count, such as the number of samples in their batch. The
+                mean of `SyncReplicas` is sum(weight * gradient) / sum(weight). With
+                `DropStale` and `AGN`, it multiplies the gradients.
             extra: The arguments of the rule that the constructor's ``extra`` names. A
                 rule gets the mean of the values that came with the gradients of an
-                update.
+                update, with the same weights.
 
         Returns:
             The new parameters, in arrays that later calls do not change, and a receipt
@@ -158,7 +163,7 @@ class OneSided(Freeable):
         what = f"{self._name}: the extra arguments that the constructor's extra= names"
         arrays += self._extra.flatten(what, extra)
         pairs = list(zip(arrays, self._all, strict=True))
-        receipt = self._opt.apply_gradients(pairs)
+        receipt = self._opt.apply_gradients(pairs, weight=weight)
         self._params = self._copy()
         return self._params, receipt
 

@@ -36,7 +36,7 @@ from hpcaccum.mpi.job.shutdown import (
 )
 from hpcaccum.mpi.life.communicators import group_of
 from hpcaccum.mpi.life.lifetime import Freeable, Objects
-from hpcaccum.mpi.memory.atomic_words import AtomicWords
+from hpcaccum.mpi.memory.atomic_words import AtomicWords, bits, number_of
 from hpcaccum.mpi.memory.node_memory import NodeMemory, memory_of_rank
 from hpcaccum.mpi.memory.region import Region
 from hpcaccum.mpi.memory.windows import memory_barrier
@@ -61,6 +61,7 @@ __all__ = [
     "Tag",
     "abort_job",
     "begun",
+    "bits",
     "complete",
     "cuda_awareness",
     "duplicate",
@@ -75,6 +76,7 @@ __all__ = [
     "memory_barrier",
     "memory_of_rank",
     "number_in",
+    "number_of",
     "receive",
     "report_and_abort",
     "short_switch_interval",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -31,8 +31,19 @@ if TYPE_CHECKING:
     from hpcaccum.nodes.agent import Steps
     from hpcaccum.nodes.transfer import Piece
 
-# A vector in the part of a rank: the rank, and the byte where it begins.
-Place = tuple[int, int]
+
+class Place(NamedTuple):
+    """A vector in the part of a rank.
+
+    Attributes:
+        rank: The rank.
+        begin: The byte where it begins.
+        factor: What multiplies it in sums.
+    """
+
+    rank: int
+    begin: int
+    factor: float = 1.0
 
 
 class LostNodeError(LostRankError):
@@ -118,7 +129,7 @@ class NodeParts:
 
     def view(self, place: Place, count: int, dtype: np.dtype[Any]) -> Array:
         """Return elements of a part of this node, or of a copy, as a view."""
-        rank, offset = place
+        rank, offset, _ = place
         part = self._parts[rank] if rank in self._parts else self._kept[rank]
         return part[offset : offset + count * dtype.itemsize].view(dtype)
 
@@ -130,7 +141,7 @@ class NodeParts:
 
     def keep(self, place: Place, contents: bytes) -> None:
         """Keep a copy of a vector of a rank on another node; for an agent."""
-        rank, offset = place
+        rank, offset, _ = place
         if rank not in self._kept:
             self._kept[rank] = np.empty(self._nbytes, np.uint8)
         data = np.frombuffer(contents, np.uint8)
@@ -141,22 +152,22 @@ class NodeParts:
         places: Sequence[Place],
         count: int,
         dtype: np.dtype[Any],
-        divisor: int,
+        divisor: float,
         deadline: Deadline,
         copied: Collection[int] = (),
     ) -> Array:
         """Return the sum of vectors in parts of any nodes, divided by ``divisor``.
 
-        The vectors of a node are added in their order, then the sums of the nodes in
-        the order of the nodes. Each node but this one sends one vector, unless the
-        agent of this node has copies. If nothing is sent, and the agent is a thread of
-        this rank, this call adds the vectors itself.
+        The vectors of a node, times their factors, are added in their order, then the
+        sums of the nodes in the order of the nodes. Each node but this one sends one
+        vector, unless the agent of this node has copies. If nothing is sent, and the
+        agent is a thread of this rank, this call adds the vectors itself.
 
         Args:
             places: The vectors, ordered by rank; at least one.
             count: Elements of each vector.
             dtype: Of each vector, and of the sum.
-            divisor: At least 1.
+            divisor: More than 0.
             deadline: Of the call.
             copied: The ranks of whose vectors the agent of this node has copies.
 
@@ -210,19 +221,23 @@ class NodeParts:
         nodes: Iterable[Sequence[Place]],
         count: int,
         dtype: np.dtype[Any],
-        divisor: int,
+        divisor: float,
     ) -> Array:
         """Do as the agent, by the thread that needs the sum."""
-        sums, out = [], np.empty(count, dtype)
+        sums: list[Array] = []
+        factors: list[float] = []
+        out = np.empty(count, dtype)
         with np.errstate(all="ignore"):
             for places in nodes:
                 vectors = [self.view(place, count, dtype) for place in places]
+                weights = [place.factor for place in places]
                 if len(vectors) > 1:
                     total = np.empty(count, dtype)
-                    add_in_order(vectors, total)
-                    vectors = [total]
+                    add_in_order(vectors, total, factors=weights)
+                    vectors, weights = [total], [1.0]
                 sums += vectors
-            add_in_order(sums, out, divisor)
+                factors += weights
+            add_in_order(sums, out, divisor, factors=factors)
         return out
 
     def _missing(self) -> str:
@@ -235,7 +250,7 @@ class NodeParts:
         """Return the places on each node that has some, in the order of nodes."""
         found: dict[int, list[Place]] = {}
         for place in places:
-            found.setdefault(self._group.node_of[place[0]], []).append(place)
+            found.setdefault(self._group.node_of[place.rank], []).append(place)
         return dict(sorted(found.items()))
 
     # The agent
@@ -253,7 +268,7 @@ class NodeParts:
         self,
         call: tuple[int, int],
         order: tuple[list[Place], int, str],
-        divisor: int,
+        divisor: float,
         copied: list[int],
     ) -> Steps:
         """Set the result to a sum over nodes."""
@@ -281,7 +296,7 @@ class NodeParts:
 
     def _has(self, node: int, places: Sequence[Place], copied: Collection[int]) -> bool:
         """Whether this agent has all vectors of a node, or copies."""
-        return node == self._agent.node or all(rank in copied for rank, _ in places)
+        return node == self._agent.node or all(p.rank in copied for p in places)
 
     @traced("receive", wrap=steps)
     def collecting(
@@ -289,7 +304,7 @@ class NodeParts:
         tag: int,
         places: Sequence[Place],
         ranges: Sequence[slice],
-        divisor: int,
+        divisor: float,
         out: Array,
         copied: Collection[int] = (),
     ) -> Steps:
@@ -417,6 +432,7 @@ class _Here:
     ) -> None:
         end = max((each.stop for each in ranges), default=0)
         self._vectors = [parts.view(place, end, dtype) for place in places]
+        self._factors = [place.factor for place in places]
         self._pieces = pieces_of(ranges, dtype.itemsize)
         self._buffers = PieceBuffers(ranges, dtype)
         self._first: Array | None = None
@@ -428,14 +444,14 @@ class _Here:
         return self._first
 
     def _sum(self, piece: Piece) -> Array:
-        if len(self._vectors) == len(piece) == 1:
+        if len(self._vectors) == len(piece) == 1 and self._factors == [1]:
             return self._vectors[0][piece[0]]
         total, position = self._buffers.get(length(piece)), 0
         for each in piece:
             end = position + each.stop - each.start
             vectors = [vector[each] for vector in self._vectors]
             with np.errstate(all="ignore"):
-                add_in_order(vectors, total[position:end])
+                add_in_order(vectors, total[position:end], factors=self._factors)
             position = end
         return total
 

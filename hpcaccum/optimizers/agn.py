@@ -109,6 +109,8 @@ class AGNOptimizer(LocalSteps):
         x := inner(x, g);  a := a + g
         every T-th call:   c := inner(c, a / T), on the host rank;  x := c;  a := 0
 
+    A ``weight`` multiplies g: both lines use weight * g in its place.
+
     c moves by one step of the inner optimizer for T gradients. So with n workers and T
     larger than n, begin with a learning rate T / n times that of one rank.
 

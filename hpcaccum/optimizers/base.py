@@ -166,10 +166,13 @@ class Optimizer(abc.ABC):
         colocate_gradients_with_ops: bool = False,
         name: str | None = None,
         grad_loss: SupportsFloat | None = None,
+        *,
+        weight: float = 1.0,
     ) -> Receipt | None:
         """Compute gradients and apply them.
 
         Arguments and errors are those of `compute_gradients` and `apply_gradients`.
+        Only optimizers that exchange gradients have a ``weight``.
 
         Returns:
             What `apply_gradients` returns. An optimizer that exchanges gradients
@@ -187,7 +190,8 @@ class Optimizer(abc.ABC):
             colocate_gradients_with_ops=colocate_gradients_with_ops,
             grad_loss=grad_loss,
         )
-        result = self.apply_gradients(pairs, global_step, name)
+        more: dict[str, Any] = {} if weight == 1 else {"weight": weight}
+        result = self.apply_gradients(pairs, global_step, name, **more)
         if isinstance(result, Receipt):
             return dataclasses.replace(result, loss=kept.value)
         return result

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from hpcaccum.accumulator import Receipt
-from hpcaccum.arguments import wire_format
+from hpcaccum.arguments import positive_weight, wire_format
 from hpcaccum.device import release, to_host
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Group, Objects, group_of
@@ -69,8 +69,9 @@ class CrossShardOptimizer(Wrapper):
 
     With `Reduction.MEAN`, `compute_gradients` divides the gradients by the size of the
     group and `apply_gradients` only sums them. Code between the two calls, such as
-    clipping, therefore sees gradients that are already divided. Every rank calls both
-    the same number of times.
+    clipping, therefore sees gradients that are already divided. (If ranks pass weights,
+    `apply_gradients` replaces this division by that by the sum of the weights.) Every
+    rank calls both the same number of times.
 
     All ranks of a group start with the variables of the rank that the group's list
     names first: `initialize` broadcasts them, once. Variables may have different
@@ -333,6 +334,8 @@ class CrossShardOptimizer(Wrapper):
         grads_and_vars: PairsLike,
         global_step: Variable | None = None,
         name: str | None = None,
+        *,
+        weight: float = 1.0,
     ) -> Receipt:
         """Sum the gradients over the group, then let the inner optimizer update.
 
@@ -341,6 +344,9 @@ class CrossShardOptimizer(Wrapper):
             global_step: Passed to the inner optimizer. At the end, `free` sets it on
                 all ranks.
             name: Ignored.
+            weight: What the gradients of this rank count, such as the number of samples
+                in its batch: a mean is sum(weight * gradient) / sum(weight), a sum is
+                sum(weight * gradient).
 
         Returns:
             Accepted, unless they are not finite and were dropped. Both steps are the
@@ -348,8 +354,8 @@ class CrossShardOptimizer(Wrapper):
 
         Raises:
             InvalidArgumentError, TypeError: On every rank of the group, if the pairs of
-                one rank are wrong; no variable is changed. On this rank, if it has
-                left.
+                one rank are wrong, or its weight is not a finite number above 0; no
+                variable is changed. On this rank, if it has left.
             DisagreementError: On every rank of the group, before any update, if a
                 gradient is None on some ranks only, if the learning rate is not the
                 same number on all ranks, or if ranks have called `compute_gradients` a
@@ -361,6 +367,7 @@ class CrossShardOptimizer(Wrapper):
         """
         try:
             pairs, grads, skips = self._checked(grads_and_vars, global_step)
+            weight = positive_weight(weight, np.dtype(np.float32))
         except (TypeError, InvalidArgumentError) as error:
             self._fail(error)
         shard = self._ensure_initialized([var for _, var in pairs])
@@ -368,7 +375,8 @@ class CrossShardOptimizer(Wrapper):
         shard.rates = [finite(getattr(self.inner, "learning_rate", None))]
         out = {name: self._sums[name] for name in grads} if self._sums else None
         parts = None if self._is_whole_step() else self._parts
-        sums = shard.reduce(grads, out, parts if self._divides else 0, skips=skips)
+        parts = parts if self._divides else 0
+        sums = shard.reduce(grads, out, parts, skips=skips, weight=weight)
         if sums is None:
             return receipt
         shard.count()

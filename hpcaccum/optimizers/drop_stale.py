@@ -29,7 +29,8 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
     parameters that it was computed with: in its last `compute_gradients` or, if it
     never calls that, at the last pull. Check and update are atomic, for all variables
     together: an accepted gradient updates every variable and increments the step; a
-    dropped one changes only `stale_counter`.
+    dropped one changes only `stale_counter`. The update is made with
+    weight * gradient.
 
     With ``lateness``, an accepted gradient is multiplied by a factor that depends on
     its lag, before the update: ``c := opt(c, lateness(lag) * gradient)``. The receipt

@@ -88,8 +88,12 @@ class LocalSteps(OneSidedOptimizer):
         grads_and_vars: PairsLike,
         global_step: Variable | None = None,
         name: str | None = None,
+        *,
+        weight: float = 1.0,
     ) -> Receipt:
         """Make a local step; at the end of a period, push and take the new center.
+
+        ``weight`` multiplies the gradients.
 
         Returns:
             The receipt of the push. If this call made none, one that is not `sent`,
@@ -99,7 +103,7 @@ class LocalSteps(OneSidedOptimizer):
             InvalidArgumentError, TypeError: On this rank, also if it has left; nothing
                 is changed.
         """
-        pairs = check_pairs(grads_and_vars)
+        pairs, _ = self._weighed(check_pairs(grads_and_vars), weight)
         self._checked_step(global_step)
         variables = [var for _, var in pairs]
         if self._server is None:

@@ -10,10 +10,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum import metrics
+from hpcaccum.arguments import positive_weight
 from hpcaccum.device import all_on_device, to_host
 from hpcaccum.errors import InvalidArgumentError, counted
 from hpcaccum.mpi import group_of
-from hpcaccum.optimizers.base import ExchangeKind, KeptState, Optimizer, set_global_step
+from hpcaccum.optimizers.base import (
+    ExchangeKind,
+    KeptState,
+    Optimizer,
+    scaled,
+    set_global_step,
+)
 from hpcaccum.optimizers.center import Center, FlatRule, flat_rule
 from hpcaccum.optimizers.checks import (
     capacities,
@@ -103,6 +110,8 @@ class OneSidedOptimizer(Wrapper):
     _center: Center | None = None
     # Maximum number of gradients of a rank in one update.
     _share = 1
+    # Whether an update is a weighted mean; if not, a weight multiplies the gradient.
+    _averages = False
     # The options that others do not have.
     _own: tuple[str, ...] = ()
 
@@ -328,6 +337,8 @@ class OneSidedOptimizer(Wrapper):
         grads_and_vars: PairsLike,
         global_step: Variable | None = None,
         name: str | None = None,
+        *,
+        weight: float = 1.0,
     ) -> Receipt:
         """Send the gradients to the host rank; wait as the optimizer promises.
 
@@ -339,17 +350,21 @@ class OneSidedOptimizer(Wrapper):
             global_step: An integer Variable, set to the number of updates that this
                 rank's variables contain. At the end, `free` sets it on all ranks.
             name: Ignored.
+            weight: What the gradients count, such as the number of samples in their
+                batch. An update of `SyncReplicasOptimizer` uses
+                sum(weight * gradient) / sum(weight), one of other optimizers
+                weight * gradient.
 
         Returns:
             Whether the gradients were accepted, and at which step.
 
         Raises:
-            InvalidArgumentError, TypeError: On this rank, also if it has left; nothing
-                is sent.
+            InvalidArgumentError, TypeError: On this rank, also if it has left, or the
+                weight is not a finite number above 0; nothing is sent.
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds; says what the update waits
                 for. The gradients may have been accepted.
         """
-        pairs = check_pairs(grads_and_vars)
+        pairs, weight = self._weighed(check_pairs(grads_and_vars), weight)
         self._checked_step(global_step)
         self.initialize([var for _, var in pairs])
         server = self._training_server()
@@ -359,11 +374,21 @@ class OneSidedOptimizer(Wrapper):
             self._pull()
         else:
             grads = pushed(pairs, server.gradient_arrays)
-            receipt = server.push(grads, self._local_step)
+            receipt = server.push(grads, self._local_step, weight)
             self._after(server, receipt)
         set_global_step(global_step, self._step)
         self._note(receipt)
         return receipt
+
+    def _weighed(self, pairs: Pairs, weight: float) -> tuple[Pairs, float]:
+        """Return the gradients to send, and the weight to send with them."""
+        weight = positive_weight(weight, np.dtype(np.float32))
+        if self._averages or weight == 1:
+            return pairs, weight
+        products = [
+            (None if grad is None else scaled(grad, weight), var) for grad, var in pairs
+        ]
+        return products, 1.0
 
     def _metrics(self) -> metrics.Metrics:
         counts = self.statistics()

@@ -22,7 +22,7 @@ from hpcaccum.errors import (
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import Objects
 from hpcaccum.reducer import Interruption, Reducer
-from hpcaccum.rows import RowExchange, RowFormat, Rows, digits
+from hpcaccum.rows import RowExchange, RowFormat, Rows, columns, weighted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,6 +35,8 @@ T = TypeVar("T")
 
 # Why ranks interrupt a reduction.
 _LEAVES, _SKIPS, _RENEWS = "leaves", "skips", "renews"
+# The weight of what a rank contributes whose gradient is not used: as good as none.
+_NO_WEIGHT = float(np.finfo(np.float32).tiny)
 # What messages call the steps of the reducer.
 _COMPUTED = "number of calls of compute_gradients"
 
@@ -144,10 +146,10 @@ class ShardReducer:
                 f"gradients"
             )
 
-    def start(self, name: str, grad: Array | None) -> None:
+    def start(self, name: str, grad: Array | None, weight: float = 1.0) -> None:
         """Begin a reduction with one of its gradients; see `Reducer.start`."""
         self.check_present()
-        self.reducer.start(name, grad)
+        self.reducer.start(name, grad, weight=weight)
         self._started.add(name)
 
     def has_started(self, name: str) -> bool:
@@ -169,8 +171,9 @@ class ShardReducer:
         *,
         skips: bool = False,
         lacks: frozenset[str] = frozenset(),
+        weight: float = 1.0,
     ) -> Mapping[str, Array | Rows] | None:
-        """Return the sums or means of the gradients. Collective.
+        """Return the sums or means of the gradients, with their weights. Collective.
 
         Returns:
             The results, without those that no rank has; after their use, call
@@ -191,7 +194,7 @@ class ShardReducer:
                 self._call(self.reducer.interrupt, (_SKIPS, lacks))
             if stale:
                 self._call(self.reducer.interrupt, (_RENEWS, lacks))
-            return self._reduce_once(rest, out, kind, parts or 0)
+            return self._reduce_once(rest, out, kind, parts or 0, weight)
         except Interruption as found:
             self._broken = True
             self._used = self._continue(found.notes)
@@ -199,8 +202,9 @@ class ShardReducer:
             if self._used:
                 if skips:
                     grads = {name: _nothing_of(grad) for name, grad in grads.items()}
+                    weight = _NO_WEIGHT
                 parts = 1 if parts is None else parts
-                sums = self._reduce_once(grads, out, "SUM", parts)
+                sums = self._reduce_once(grads, out, "SUM", parts, weight)
             self._broken = sums is not None
             return sums
 
@@ -210,6 +214,7 @@ class ShardReducer:
         out: Mapping[str, Array] | None,
         kind: str,
         parts: int,
+        weight: float,
     ) -> Mapping[str, Array | Rows] | None:
         """Return the sums or means of the gradients; see `_mean`.
 
@@ -219,7 +224,9 @@ class ShardReducer:
             grads = {n: each for n, each in grads.items() if n not in self._lacking}
             out = {n: out[n] for n in out if n not in self._lacking} if out else out
         rows = {name: each for name, each in grads.items() if isinstance(each, Rows)}
-        arrays: Mapping[str, Any] = {**grads, **self._offer(rows)} if rows else grads
+        arrays: Mapping[str, Any] = grads
+        if rows:
+            arrays = {**grads, **self._offer(rows, weight)}
         self._compare()
         try:
             sums = self._call(
@@ -228,6 +235,7 @@ class ShardReducer:
                 out=out,
                 step=self.computed,
                 reduction_type=kind,
+                weight=weight,
             )
         except DisagreementError:
             self.computed, self._lacking = 0, frozenset()
@@ -238,10 +246,10 @@ class ShardReducer:
             if not self._used:
                 return None
         if not rows:
-            return _mean(sums, len(self._used), parts, out)
+            return _mean(sums, self.reducer.total_weight, parts, out)
         numbers = {name: sums[name] for name in rows}
         means = {name: sums[name] for name in sums if name not in rows}
-        means = dict(_mean(means, len(self._used), parts, out))
+        means = dict(_mean(means, self.reducer.total_weight, parts, out))
         return {**means, **self._collect(numbers, kind, parts)}
 
     def _call(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
@@ -265,10 +273,13 @@ class ShardReducer:
         self.reducer.compare({**known, **self.facts}, _COMPUTED)
         self._compared = facts
 
-    def _offer(self, rows: Mapping[str, Rows]) -> Mapping[str, Array]:
+    def _offer(self, rows: Mapping[str, Rows], weight: float) -> Mapping[str, Array]:
         """Make rows ready for the other ranks; return what is reduced of them."""
         assert self._rows is not None
         try:
+            # No warning: an overflow shows up as inf in the result.
+            with np.errstate(all="ignore"):
+                rows = {name: weighted(each, weight) for name, each in rows.items()}
             return self._rows.offer(rows, self.reducer.calls + 1)
         except MemoryError as error:
             self._broken = False
@@ -279,12 +290,10 @@ class ShardReducer:
     ) -> dict[str, Rows]:
         """Return the sums or means of rows; see `_mean`."""
         assert self._rows is not None
-        divisor = self._current.size if kind == "MEAN" else 1
-        calls = self.reducer.calls
-        sums = self._call(self._rows.collect, numbers, divisor, calls)
+        sums = self._call(self._rows.collect, numbers, self.reducer.calls)
         values = {name: each.values for name, each in sums.items()}
         parts = 1 if kind == "MEAN" else parts
-        means = _mean(values, len(self._used), parts, None)
+        means = _mean(values, self.reducer.total_weight, parts, None)
         return {name: sums[name]._replace(values=means[name]) for name in sums}
 
     def count(self) -> None:
@@ -403,14 +412,14 @@ def _nothing_of(grad: Array | Rows) -> Array | Rows:
 
 def _mean(
     sums: Mapping[str, Array],
-    ranks: int,
+    weight: float,
     parts: int,
     out: Mapping[str, Array] | None,
 ) -> Mapping[str, Array]:
-    """Return the means over so many ranks."""
-    if parts in (0, ranks):
+    """Return the means over ranks with so much weight."""
+    if parts in (0, weight):
         return sums
-    divisor = ranks / parts
+    divisor = weight / parts
     means = {name: total / total.dtype.type(divisor) for name, total in sums.items()}
     for name, array in (out or {}).items():
         array[...] = converted(means[name], array.dtype)
@@ -426,7 +435,10 @@ def layout_of(variables: Iterable[Variable], ranks: int) -> Layout:
     Of rows of a sparse variable these are their numbers; see `RowExchange`.
     """
     rows = row_formats(variables)
-    marks = {n: np.zeros((ranks, digits(each)), np.float32) for n, each in rows.items()}
+    marks = {
+        name: np.zeros((ranks, columns(each)), np.float32)
+        for name, each in rows.items()
+    }
     return Layout.of({v.name: marks.get(v.name, v.value) for v in variables})
 
 

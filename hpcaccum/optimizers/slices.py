@@ -130,7 +130,7 @@ def copied_rows(
     }
     # The user may write to the arrays of a gradient afterwards.
     return {
-        name: Rows(rows.indices.copy(), rows.counts, rows.values.copy())
+        name: Rows(rows.indices.copy(), rows.weights, rows.values.copy())
         for name, rows in found.items()
     }
 

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 class SyncReplicasOptimizer(OneSidedOptimizer):
     """Updates with the mean of ``replicas_to_aggregate`` gradients of one step.
 
-    A gradient computed before the last update is dropped. If the quorum is smaller than
-    the number of workers, the others are backups: the update uses the first gradients
-    and does not wait for stragglers. A gradient is accepted or dropped for all
-    variables together.
+    With weights, it is sum(weight * gradient) / sum(weight). A gradient computed before
+    the last update is dropped. If the quorum is smaller than the number of workers, the
+    others are backups: the update uses the first gradients and does not wait for
+    stragglers. A gradient is accepted or dropped for all variables together.
 
     After an accepted gradient a worker waits for the update that contains it. If the
     quorum is larger than the number of workers, each worker first contributes its share
@@ -91,6 +91,8 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
         self._quorum: int = self._options["replicas_to_aggregate"]
         # Each worker may contribute so many gradients of one step.
         self._share = -(-self._quorum // self._workers)
+
+    _averages = True
 
     def _start(self, variables: list[Variable]) -> None:
         super()._start(variables)

@@ -157,8 +157,12 @@ class Wrapper(Freeable, Optimizer):
         colocate_gradients_with_ops: bool = False,
         name: str | None = None,
         grad_loss: SupportsFloat | None = None,
+        *,
+        weight: float = 1.0,
     ) -> Receipt:
         """Compute gradients and apply them; see `Optimizer.minimize`.
+
+        ``weight`` is that of `apply_gradients`.
 
         Returns:
             The receipt of `apply_gradients`, with the value of ``loss``.
@@ -174,6 +178,7 @@ class Wrapper(Freeable, Optimizer):
                 colocate_gradients_with_ops,
                 name,
                 grad_loss,
+                weight=weight,
             )
         finally:
             self._in_minimize = False

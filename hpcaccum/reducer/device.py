@@ -157,6 +157,7 @@ class DeviceCalls:
 
     def _finish_directly(self, call: Call) -> bool:
         flat: Any = self._transfer.pack(call.inputs)
+        self._transfer.multiply(self._schedule.weight)
         agreed = self._schedule.reduce_device(call.signature, flat)
         if agreed:
             self._transfer.divide(self._schedule.divisor)

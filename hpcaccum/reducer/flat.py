@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 # The most bytes that are sent together with the signature.
 _SMALL = 64 << 10
-_WORDS = 1 << 64
 
 
 class Flat(MessageSchedule):
@@ -42,8 +41,8 @@ class Flat(MessageSchedule):
         for bucket in self.buckets[len(self._requests) : count]:
             result = self.received[bucket]
             source: Any = self.sent[bucket]
-            if source.dtype != result.dtype:
-                np.copyto(result, source)
+            if source.dtype != result.dtype or self.weight != 1:
+                self._weigh(bucket)
                 source = MPI.IN_PLACE
             self._requests.append(self._comm.Iallreduce(source, result))
 
@@ -76,19 +75,20 @@ class SmallFlat(MessageSchedule):
     def __init__(self, plan: Plan) -> None:
         size, dtype = plan.layout.size, accumulation_dtype(plan.layout.dtype)
         self._digits = Digits(plan.group.size, dtype)
-        self._message = np.zeros(size + self._digits.size, dtype)
+        self._message = np.zeros(size + self._digits.size + 1, dtype)
         super().__init__(plan, received=self._message[:size])
-        signature: Any = self._message[size:]
+        signature: Any = self._message[size:-1]
         self._signature = memoryview(signature).cast("B")
 
     def complete(self, call: Call) -> bool:
         """Sum all at once, and divide if all ranks make the same call."""
-        np.copyto(self.received, self.sent)
-        number = call.signature % _WORDS
-        self._signature[:] = self._digits.of(number)
+        self._weigh(slice(None))
+        self._signature[:] = self._digits.of(call.signature)
+        self._message[-1] = self.weight
         request = self._comm.Iallreduce(MPI.IN_PLACE, self._message)
-        agreed = self._digits.sums(number)
+        agreed = self._digits.sums(call.signature)
         self._wait(request.Test)
+        self.total_weight = float(self._message[-1])
         if self._signature != agreed:
             return False
         self._divide(slice(None))
@@ -119,7 +119,7 @@ class Blocking(MessageSchedule):
     def collect(self, number: int) -> None:
         """Reduce a bucket in CPU memory."""
         bucket = self.buckets[number]
-        np.copyto(self.received[bucket], self.sent[bucket])
+        self._weigh(bucket)
         self._comm.Allreduce(MPI.IN_PLACE, self.received[bucket])
         self._divide(bucket)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,7 +63,17 @@ class Hierarchical(MessageSchedule):
         peers = split(group.comm, color, number)
         self._peers = Peers(peers, plan)
         wait = plan.wait.progressing(self._progress)
-        self._sum = NodeSum(self._inside, plan.layout, plan.buckets, summing, wait)
+        size = self._inside.size
+        # A power of 2 changes no bit, and sums are as large as without weights, which
+        # matters if they travel in a narrower dtype.
+        self._sum = NodeSum(
+            self._inside,
+            plan.layout,
+            plan.buckets,
+            summing,
+            wait,
+            lambda weight: math.ldexp(0.5, math.frexp(weight / size)[1]),
+        )
         super().__init__(plan, self._sum.sent, self._sum.received)
         self.result_bytes = self._sum.result_bytes
 
@@ -70,32 +81,39 @@ class Hierarchical(MessageSchedule):
         self._peers.progress()
         self._comm.Iprobe()
 
+    def prepare(self, weight: float, *, mean: bool) -> None:
+        """Do as `Schedule.prepare`."""
+        super().prepare(weight, mean=mean)
+        self._sum.weight = weight
+
     def offer(self, count: int) -> None:
         """Sum inside the node what all its ranks have contributed, and send it."""
-        self._sum.offer(count, 1)
+        self._sum.offer(count)
         self._send()
 
     def _send(self) -> None:
         for number in range(self._peers.begun, self._sum.summed):
-            self._peers.begin(self._sum.stripes[number], self.divisor)
+            node = self._sum.total_weight, self._sum.divisor
+            self._peers.begin(self._sum.stripes[number], node, mean=self.mean)
         self._peers.progress()
 
     def complete(self, call: Call) -> bool:
         """Sum the other buckets, and compare the signatures."""
         while self._sum.summed < len(self.buckets):
-            self._sum.sum_next(1)
+            self._sum.sum_next()
             self._send()
         agreement = self._compare(call.signature)
         self._wait(lambda: self._peers.progress() and agreement.request.Test())
+        agreed = self._reached(agreement)
         # Inside a node all pass the same signature: `agreement` covers all nodes.
         self._sum.report(0)
         self._sum.end(0)
-        self._peers.begun = 0
+        self._peers.end()
         # Not earlier: a bucket is complete when all ranks of the node have reported.
         if call.reduced is not None:
             for number in range(len(self.buckets)):
                 call.reduced(number)
-        return agreement.reached
+        return agreed
 
     def free(self, *, abandoned: bool = False) -> None:
         """Do as `Schedule.free`."""
@@ -109,7 +127,7 @@ class Hierarchical(MessageSchedule):
 class _Transfer(NamedTuple):
     request: Any
     vector: Array
-    divisor: int
+    mean: bool
     buffers: tuple[Array, Array]
 
 
@@ -138,16 +156,28 @@ class Peers:
         self._scattering: deque[_Transfer] = deque()
         self._gathering: deque[_Transfer] = deque()
         self._buffers: dict[int, tuple[Array, Array]] = {}
+        # Of this call: what each rank's node has summed; see `begin`.
+        self._nodes = np.empty((0, 2))
+        self._exchange: Any = None
 
-    def begin(self, vector: Array, divisor: int) -> None:
-        """Begin to replace a vector by the sum over all ranks, over ``divisor``.
+    def begin(self, vector: Array, node: tuple[float, float], *, mean: bool) -> None:
+        """Begin to replace a vector by the sum over all ranks, or by their mean.
 
         All ranks begin their vectors in the same order.
+
+        Args:
+            vector: The weighted sum of this node, over a divisor.
+            node: The sum of the weights of this node, and the divisor.
+            mean: Whether the result is divided by the sum of all weights.
         """
         number = self.begun
         self.begun += 1
         if not vector.size or self._comm.size == 1:
             return
+        if self._exchange is None:
+            self._nodes = np.empty((self._comm.size, 2))
+            self._nodes[self._comm.rank] = node
+            self._exchange = self._comm.Iallgather(MPI.IN_PLACE, self._nodes)
         sent, received = buffers = self._room(number, vector)
         if sent is not vector:
             _narrow(vector, sent)
@@ -157,7 +187,7 @@ class Peers:
             [_bytes(sent), counts, places, MPI.BYTE],
             [_bytes(received), mine, None, MPI.BYTE],
         )
-        self._scattering.append(_Transfer(request, vector, divisor, buffers))
+        self._scattering.append(_Transfer(request, vector, mean, buffers))
 
     def _room(self, number: int, vector: Array) -> tuple[Array, Array]:
         """Return the buffers to send a vector from, and to receive its pieces in."""
@@ -184,7 +214,11 @@ class Peers:
 
     def progress(self) -> bool:
         """Continue what has arrived; return whether nothing is under way."""
-        while self._scattering and self._scattering[0].request.Test():
+        while (
+            self._scattering
+            and self._exchange.Test()
+            and self._scattering[0].request.Test()
+        ):
             self._sum(self._scattering.popleft())
         while self._gathering and self._gathering[0].request.Test():
             _, vector, _, (sent, _) = self._gathering.popleft()
@@ -193,16 +227,21 @@ class Peers:
         return not self._scattering and not self._gathering
 
     def _sum(self, transfer: _Transfer) -> None:
-        _, vector, divisor, (sent, received) = transfer
-        piece = self._mine(vector)
+        _, vector, mean, (sent, received) = transfer
+        piece, (weights, divisors) = self._mine(vector), self._nodes.T.tolist()
+        divisor = sum(weights) if mean else 1.0
         with np.errstate(all="ignore"):
-            add_in_order(list(received), piece, divisor, self._threads)
+            add_in_order(list(received), piece, divisor, self._threads, divisors)
         if sent is not vector:
             _narrow(piece, self._mine(sent))
         request = self._gather.Iallgatherv(
             MPI.IN_PLACE, [_bytes(sent), *self._pieces(vector), MPI.BYTE]
         )
-        self._gathering.append(_Transfer(request, vector, divisor, (sent, received)))
+        self._gathering.append(_Transfer(request, vector, mean, (sent, received)))
+
+    def end(self) -> None:
+        """Note that all vectors of a call are complete."""
+        self.begun, self._exchange = 0, None
 
     def free(self) -> None:
         """Free the communicators. Collective."""

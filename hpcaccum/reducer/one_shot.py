@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpcaccum.mpi import AtomicWords, NodeMemory
+from hpcaccum.mpi import AtomicWords, NodeMemory, bits, number_of
 from hpcaccum.reducer.quiet import Quiet
 from hpcaccum.reducer.schedule import Schedule
 from hpcaccum.reducer.staging import copy
@@ -60,8 +60,10 @@ class OneShot(Schedule):
         self._summed = self._copies.copy()
         self._own = [layout.views(copies[group.rank]) for copies in self._copies]
         # Two blocks, used in turn as the copies are: the numbers of the calls of all
-        # ranks, and their signatures.
-        self._words = AtomicWords(group, 0, 2 * 2 * group.size)
+        # ranks, their signatures, and their weights.
+        self._words = AtomicWords(group, 0, 2 * 3 * group.size)
+        self._weights: list[float] = []
+        self._ones = [bits(1.0)] * group.size
         self._quiet, self._calls, self._gone = Quiet(), 0, plan.gone
         self.window_bytes = 2 * layout.nbytes
 
@@ -77,7 +79,8 @@ class OneShot(Schedule):
             copy(call.inputs, self._own[parity])
         if not self._all_agree(call.signature):
             return False
-        self._quiet(add_at_once, self._summed[parity], self.received, self.divisor)
+        parts, divisor = self._summed[parity], self.divisor
+        self._quiet(add_at_once, parts, self.received, divisor, self._weights)
         if call.reduced is not None and self.buckets:
             call.reduced(0)
         if call.out:
@@ -89,23 +92,33 @@ class OneShot(Schedule):
 
         Those are counted whose calls are here.
 
-        A rank that sees the number of a call also sees its signature: `store` orders
-        that number after the signature, and `read_range` what is read later after it.
-        Nor does it see the signature of a later call. A rank writes to this block again
-        two calls later. Before, it has waited for all ranks in the call between the
-        two, which a rank begins after it has read this block.
+        A rank that sees the number of a call also sees its signature and weight:
+        `store` orders that number after them, and `read_range` what is read later after
+        it. Nor does it see those of a later call. A rank writes to this block again two
+        calls later. Before, it has waited for all ranks in the call between the two,
+        which a rank begins after it has read this block.
         """
         words, size, call = self._words, self._size, self._calls
-        numbers, read = call % 2 * 2 * size, words.read_range
+        numbers, read = call % 2 * 3 * size, words.read_range
         signatures = numbers + size
         words.store_unordered(signatures + self._rank, mine)
+        words.store_unordered(signatures + size + self._rank, bits(self.weight))
         words.store(numbers + self._rank, [call])
         if (all_here := [call] * size) != read(numbers, size):
             self._wait(
                 lambda: read(numbers, size) == all_here or self._may_go_on(numbers)
             )
-        found = read(signatures, size)
+        found = read(signatures, 2 * size)
+        self._note_weights(found[size:])
+        found = found[:size]
         return found == [mine] * size or {found[r] for r in self.counted} == {mine}
+
+    def _note_weights(self, words: list[int]) -> None:
+        counted, self._weights = self.counted, []
+        self.total_weight = float(len(counted))
+        if words != self._ones:
+            self._weights = [number_of(words[rank]) for rank in counted]
+            self.total_weight = sum(self._weights)
 
     def _may_go_on(self, numbers: int) -> bool:
         """Look whether all calls are here but those of ranks that have died."""
@@ -119,12 +132,12 @@ class OneShot(Schedule):
         if len(here) < self._size:
             parity = self._calls % 2
             self._summed[parity] = [self._copies[parity][rank] for rank in here]
-            self.counted, self.divisor = here, min(self.divisor, len(here))
+            self.counted = here
         return True
 
     def late(self) -> list[int]:
         """Return the ranks that this one waits for."""
-        numbers = self._words.read_range(self._calls % 2 * 2 * self._size, self._size)
+        numbers = self._words.read_range(self._calls % 2 * 3 * self._size, self._size)
         return [rank for rank, number in enumerate(numbers) if number < self._calls]
 
     def free(self, *, abandoned: bool = False) -> None:

@@ -7,7 +7,13 @@ import time
 import types
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hpcaccum.arguments import REDUCTIONS, converted, one_of, step_number
+from hpcaccum.arguments import (
+    REDUCTIONS,
+    converted,
+    one_of,
+    positive_weight,
+    step_number,
+)
 from hpcaccum.device import is_device
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Freeable, Group, group_of
@@ -149,9 +155,8 @@ class Reducer(Freeable):
 
         options = self._group.agree(name, check, lambda found: found.facts(layout))
         self._reduction_type = options.reduction_type
-        self._divisors = {"MEAN": self._group.size, "SUM": 1}
         # What `_digest` was made of, beside the numbers to compare.
-        self._digested: tuple[int, int] | None
+        self._digested: tuple[int, bool] | None
         self.compare(_NOTHING)
         self._calls = CallSequence(self._group, name)
         self._make(layout, options)
@@ -189,17 +194,25 @@ class Reducer(Freeable):
         calls = DeviceOnlyCalls if kind.device_only else DeviceCalls
         self._device = calls(layout, self._schedule)
 
-    def _set_divisor(self, reduction_type: str | None) -> None:
+    def _prepare(self, reduction_type: str | None, weight: Any) -> None:
+        """Set the kind of reduction and the weight of a call, if they are right."""
         if reduction_type is None:
             reduction_type = self._reduction_type
-        elif reduction_type not in self._divisors:
+        elif reduction_type not in REDUCTIONS:
             one_of("reduction_type", reduction_type, REDUCTIONS)
-        self._schedule.divisor = self._divisors[reduction_type]
+        if weight != 1.0 or type(weight) is not float:
+            weight = positive_weight(weight, self._schedule.received.dtype)
         if self._started and reduction_type != self._reduction_type:
             raise InvalidArgumentError(
                 f"{self._name}: arrays were started to be reduced by "
                 f"{self._reduction_type}, not by {reduction_type}"
             )
+        if self._started and weight != self._schedule.weight:
+            raise InvalidArgumentError(
+                f"{self._name}: arrays were started with weight "
+                f"{self._schedule.weight}, not {weight}"
+            )
+        self._schedule.prepare(weight, mean=reduction_type == "MEAN")
 
     def arrays(self) -> dict[str, Array]:
         """Return this rank's arrays, of the layout's dtype, to write gradients to.
@@ -223,6 +236,7 @@ class Reducer(Freeable):
         out: Mapping[str, Array] | None = None,
         step: int = 0,
         reduction_type: str | None = None,
+        weight: float = 1.0,
     ) -> Mapping[str, Array]:
         """Reduce arrays over the ranks. Collective.
 
@@ -237,6 +251,9 @@ class Reducer(Freeable):
                 call; nothing else detects a skipped call.
             reduction_type: For this call, if no array was started; None is the
                 reducer's.
+            weight: Of this rank's arrays, such as the number of samples that they come
+                from; each rank has its own. They are multiplied by it in the sum. A
+                mean is divided by the sum of all weights. It must be that of `start`.
 
         Returns:
             The results of this call, in place; see `results`. Or ``out``, if it is on
@@ -258,7 +275,7 @@ class Reducer(Freeable):
         """
         self._begin()
         try:
-            self._set_divisor(reduction_type)
+            self._prepare(reduction_type, weight)
             step = step_number(step, "step")
             if arrays is None:
                 inputs, names = _NOTHING, self._inputs.in_place()
@@ -273,7 +290,7 @@ class Reducer(Freeable):
         return self._finish(inputs, names, targets, step)
 
     @traced("reduce", lambda args, _: {"array": args[1]})
-    def start(self, name: str, array: Any = None) -> None:
+    def start(self, name: str, array: Any = None, *, weight: float = 1.0) -> None:
         """Begin to reduce an array that is ready; never waits.
 
         The copy of a device array is queued, and the array may be deleted at once. A
@@ -283,13 +300,14 @@ class Reducer(Freeable):
         Args:
             name: Of the array. Each rank may start its arrays in another order.
             array: Copied in; None if it is in `arrays` already.
+            weight: As for `reduce`; the same for all arrays of a call.
 
         Raises:
             InvalidArgumentError, DeviceUnavailableError: On this rank, if the name is
-                unknown or started already, or the array or device is unusable.
+                unknown or started already, or weight, array or device is unusable.
         """
         self._check_open()
-        self._set_divisor(None)
+        self._prepare(None, weight)
         given = {name: self._arrays.get(name) if array is None else array}
         inputs, bit = self._inputs.check(given, self._started)
         self._device.prepare(inputs, _NOTHING)
@@ -300,13 +318,17 @@ class Reducer(Freeable):
         self._calls.broken = False
 
     def wait(
-        self, *, out: Mapping[str, Array] | None = None, step: int = 0
+        self,
+        *,
+        out: Mapping[str, Array] | None = None,
+        step: int = 0,
+        weight: float = 1.0,
     ) -> Mapping[str, Array]:
         """Wait for the started arrays. Collective.
 
         Arguments, result and errors are those of `reduce`.
         """
-        return self.reduce(_NOTHING, out=out, step=step)
+        return self.reduce(_NOTHING, out=out, step=step, weight=weight)
 
     def fail(self, error: Exception) -> NoReturn:
         """Take part in a call only to raise ``error`` on every rank. Collective.
@@ -366,7 +388,7 @@ class Reducer(Freeable):
 
     def _signature(self, names: int, step: int) -> int:
         """Return the signature of a call."""
-        facts = names, self._schedule.divisor
+        facts = names, self._schedule.mean
         # They rarely change, and a digest takes microseconds.
         if facts != self._digested:
             self._digest = digest(hex(names), facts[1], *self._compared.items())
@@ -395,7 +417,7 @@ class Reducer(Freeable):
         contributed = self._inputs.names(names)
         facts = {
             self._step_name: str(step),
-            "divisor": str(self._schedule.divisor),
+            "reduction_type": "MEAN" if self._schedule.mean else "SUM",
             **{name: repr(number) for name, number in self._compared.items()},
         }
         for name in self._arrays:
@@ -431,6 +453,11 @@ class Reducer(Freeable):
     def counted(self) -> Sequence[int]:
         """The ranks whose arrays the last call has reduced; the same on all ranks."""
         return self._schedule.counted
+
+    @property
+    def total_weight(self) -> float:
+        """The sum of the weights of the arrays that the last call has reduced."""
+        return self._schedule.total_weight
 
     @property
     def broken(self) -> bool:

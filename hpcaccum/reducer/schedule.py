@@ -7,7 +7,8 @@ To add a schedule, write a subclass in a file of its own and add it to the list 
 `selection`. A subclass of `MessageSchedule` overrides
 
 - `Schedule.offer`: begin to reduce the buckets that are ready, without waiting;
-- `MessageSchedule.collect`: wait until a bucket is reduced;
+- `MessageSchedule.collect`: wait until a bucket is reduced, which has what each rank
+  sends times its `Schedule.weight`;
 
 and states its properties as class variables. `Schedule` copies arrays in and out, and
 calls these two in turn. A schedule without messages overrides `Schedule.complete`. One
@@ -25,7 +26,7 @@ import numpy as np
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.mpi import duplicate, keep
 from hpcaccum.reducer.buckets import Readiness
-from hpcaccum.reducer.signature import Agreement
+from hpcaccum.reducer.signature import Agreement, Digits
 from hpcaccum.reducer.staging import copy, copy_in
 from hpcaccum.summation import add_in_order
 
@@ -126,8 +127,9 @@ class Schedule:
         sent, received: The flat memory of these two.
         window_bytes: Bytes of gradients in this rank's memory.
         result_bytes: Bytes of results in this rank's memory.
-        divisor: Of the sums of a call; set before it begins. Without a rank that has
-            died, it is the number of ranks that remain.
+        weight: Of this rank's arrays in a call, which it multiplies.
+        mean: Whether the sums of a call are divided by the sum of the weights.
+        total_weight: Sum of the weights that the last call has counted.
         counted: The ranks whose arrays the last call has summed.
         buckets: Pieces of the buffers, in the order of work.
         failure: Why this rank could not make the last call, which is raised on all
@@ -168,13 +170,23 @@ class Schedule:
         results.flags.writeable = False
         self.arrays, self.results = layout.views(self.sent), layout.views(results)
         self.window_bytes, self.result_bytes = self.sent.nbytes, self.received.nbytes
-        self.buckets, self.divisor = plan.buckets, 1
+        self.buckets, self.total_weight = plan.buckets, float(plan.group.size)
         self.counted: Sequence[int] = range(plan.group.size)
+        self.prepare(1.0, mean=False)
         self._wait = plan.wait
         self._threads = plan.group.own_cores
         self._readiness = Readiness(layout, plan.buckets)
 
     # Before a call
+
+    def prepare(self, weight: float, *, mean: bool) -> None:
+        """Set the weight of this rank, and the kind of reduction, of the next call."""
+        self.weight, self.mean = weight, mean
+
+    @property
+    def divisor(self) -> float:
+        """What sums are divided by, when `total_weight` is known."""
+        return self.total_weight if self.mean else 1.0
 
     def add(self, name: str) -> None:
         """Offer the buckets that are ready now that one more of `arrays` is."""
@@ -232,6 +244,13 @@ class Schedule:
         """Return the ranks that this one waits for; None if it cannot know."""
         return None
 
+    def _weigh(self, piece: slice) -> None:
+        """Set a piece of `received` to that of `sent`, times `weight`."""
+        out = self.received[piece]
+        # No warning: an overflow shows up as inf in the result.
+        with np.errstate(all="ignore"):
+            add_in_order([self.sent[piece]], out, 1, self._threads, [self.weight])
+
     def _divide(self, piece: slice) -> None:
         """Divide a piece of `received` by `divisor`."""
         if self.divisor != 1:
@@ -263,6 +282,7 @@ class MessageSchedule(Schedule):
         super().__init__(plan, sent, received)
         self._wait = plan.wait.moving_data()
         self._comm = duplicate(plan.group.comm)
+        self._numbers = Digits(plan.group.size, np.dtype(np.float64))
 
     def collect(self, number: int) -> None:
         """Wait until the sums of a bucket are in `received`, divided by `divisor`.
@@ -272,10 +292,10 @@ class MessageSchedule(Schedule):
         raise NotImplementedError
 
     def complete(self, call: Call) -> bool:
-        """Collect all buckets while the signatures are compared."""
-        agreement = self._compare(call.signature)
+        """Compare the signatures, and collect all buckets, which travel meanwhile."""
+        reached = self._reached(self._compare(call.signature))
         self._collect_all(call)
-        return self._reached(agreement)
+        return reached
 
     def _collect_all(self, call: Call) -> None:
         for number in range(len(self.buckets)):
@@ -284,13 +304,14 @@ class MessageSchedule(Schedule):
                 call.reduced(number)
 
     def _compare(self, number: int) -> Agreement:
-        """Begin to compare a number on all ranks."""
+        """Begin to compare a number on all ranks, and to add their weights."""
         # Kept, as MPI goes on with its memory if this call is given up.
-        self._agreement = Agreement(self._comm, number)
+        self._agreement = Agreement(self._comm, self._numbers, number, self.weight)
         return self._agreement
 
     def _reached(self, agreement: Agreement) -> bool:
         self._wait(agreement.request.Test)
+        self.total_weight = agreement.weight
         return agreement.reached
 
     def free(self, *, abandoned: bool = False) -> None:

@@ -38,21 +38,38 @@ def canonical(number: float) -> float:
 
 
 class Agreement:
-    """Compares a number on all ranks while data travel. Collective.
+    """Compares a number on all ranks, and adds their weights. Collective.
+
+    Args:
+        comm: The ranks.
+        digits: Of numbers, in float64.
+        number: Of this rank.
+        weight: Likewise.
 
     Attributes:
-        request: When it is complete, `reached` is valid.
+        request: When it is complete, the others are valid.
     """
 
-    def __init__(self, comm: mpi4py_MPI.Intracomm, number: int) -> None:
-        # All numbers are equal if the largest is the smallest. -number may not fit.
-        self._words = np.array([number, ~number], np.int64)
-        self.request = comm.Iallreduce(MPI.IN_PLACE, self._words, MPI.MAX)
+    def __init__(
+        self,
+        comm: mpi4py_MPI.Intracomm,
+        digits: Digits,
+        number: int,
+        weight: float,
+    ) -> None:
+        self._sums = digits.sums(number)
+        self._message = np.array([*np.frombuffer(digits.of(number)), weight])
+        self.request = comm.Iallreduce(MPI.IN_PLACE, self._message)
 
     @property
     def reached(self) -> bool:
         """Whether the number is the same on all ranks."""
-        return bool(self._words[0] == ~self._words[1])
+        return self._message[:-1].tobytes() == self._sums
+
+    @property
+    def weight(self) -> float:
+        """The sum of the weights."""
+        return float(self._message[-1])
 
 
 class Digits:
@@ -84,15 +101,19 @@ class Digits:
     def of(self, number: int) -> bytes:
         """Return what a rank sends for its number."""
         own = self._own
-        return b"".join([own[byte] for byte in number.to_bytes(_BYTES, "little")])
+        return b"".join([own[byte] for byte in _bytes(number)])
 
     def sums(self, number: int) -> bytes:
         """Return what all ranks receive if all have sent the same number."""
         sums = self._sums
-        return b"".join([sums[byte] for byte in number.to_bytes(_BYTES, "little")])
+        return b"".join([sums[byte] for byte in _bytes(number)])
 
 
 _BYTES = 8
+
+
+def _bytes(number: int) -> bytes:
+    return (number % (1 << 8 * _BYTES)).to_bytes(_BYTES, "little")
 
 
 class Interruption(Exception):

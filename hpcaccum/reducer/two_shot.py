@@ -14,7 +14,7 @@ import numpy as np
 
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.layout import ALIGNMENT
-from hpcaccum.mpi import AtomicWords, NodeMemory
+from hpcaccum.mpi import AtomicWords, NodeMemory, bits, number_of
 from hpcaccum.reducer.quiet import Quiet
 from hpcaccum.reducer.schedule import Schedule
 from hpcaccum.reducer.staging import StagedCopies, Staging, copy, copy_in, stages
@@ -75,7 +75,13 @@ class TwoShot(Schedule):
     def __init__(self, plan: Plan) -> None:
         group, layout = plan.group, plan.layout
         self._sum = NodeSum(
-            group, layout, plan.buckets, group.size, plan.wait, plan.gone
+            group,
+            layout,
+            plan.buckets,
+            group.size,
+            plan.wait,
+            lambda weight: weight if self.mean else 1.0,
+            plan.gone,
         )
         sent, received = self._sum.sent, self._sum.received
         super().__init__(plan, sent, received)
@@ -85,10 +91,15 @@ class TwoShot(Schedule):
             layout, plan.buckets, self._sum.stripe_slices, sent, received, self._threads
         )
 
+    def prepare(self, weight: float, *, mean: bool) -> None:
+        """Do as `Schedule.prepare`."""
+        super().prepare(weight, mean=mean)
+        self._sum.weight = weight
+
     def offer(self, count: int) -> None:
         """Contribute these buckets, and sum those that all ranks have contributed."""
         if not self._shrinks or count == len(self.buckets):
-            self._sum.offer(count, self.divisor)
+            self._sum.offer(count)
 
     def finish(self, call: Call) -> bool:
         """Sum the other buckets, and copy in and out meanwhile."""
@@ -108,11 +119,12 @@ class TwoShot(Schedule):
                 self._contribute_next(number, copies, call)
             if self._sum.summed < min(number, count):
                 direct = self._staging.direct(self._sum.summed, copies.inputs)
-                self._sum.sum_next(self.divisor, direct)
+                self._sum.sum_next(direct)
                 self._sum.report(call.signature)
             if number >= 2:
                 self._copy_out(number - 2, copies, call)
         agreed = self._sum.end(call.signature)
+        self.total_weight = self._sum.total_weight
         if self._shrinks:
             self.counted = self._sum.counted
         copy(self.results, copies.rest)
@@ -159,7 +171,8 @@ class NodeSum:
 
     Two words for each rank count over all calls: one the buckets that it has
     contributed, and whether they are staged; one the stripes that it has summed. Then
-    there are two blocks, used in turn, with the signatures of all ranks.
+    there are two blocks, used in turn, with the signatures of all ranks; and the
+    weights of this call, which no rank changes before all stripes are summed.
 
     Args:
         group: The ranks of the node.
@@ -167,6 +180,7 @@ class NodeSum:
         buckets: Pieces of the buffer, in the order of work.
         summing: How many ranks, the first ones, sum a stripe of each bucket.
         wait: Waits for the other ranks.
+        divisor_of: Returns the divisor of sums, given the sum of the weights.
         gone: Returns the ranks that have died, for which no call waits. The next one
             sums the stripes of such a rank, if each rank contributes all its buckets at
             once, and sums a stripe.
@@ -179,6 +193,9 @@ class NodeSum:
         summed: Number of buckets of which this rank has summed its stripe.
         result_bytes: Bytes of the results, counted on the first rank of the node.
         counted: The ranks whose arrays the last call has summed.
+        weight: Of this rank's arrays in a call, which it multiplies.
+        total_weight: Sum of the weights of the ranks that are counted.
+        divisor: Of the sums of a call.
     """
 
     def __init__(
@@ -188,6 +205,7 @@ class NodeSum:
         buckets: list[slice],
         summing: int,
         wait: SpinWait,
+        divisor_of: Callable[[float], float],
         gone: Callable[[], frozenset[int]] = frozenset,
     ) -> None:
         self._rank, self._size, self._count = group.rank, group.size, len(buckets)
@@ -212,36 +230,43 @@ class NodeSum:
             ([part[piece] for part in parts], [part[stage] for part in parts])
             for piece, stage in zip(mine, moved, strict=True)
         ]
-        self._words = AtomicWords(group, 0, 2 * 2 * group.size)
+        self._words = AtomicWords(group, 0, (2 * 2 + 1) * group.size)
         self._wait, self._quiet, self._threads = wait, Quiet(), group.own_cores
         # The counts at the beginning of this call, and this rank's since then.
         self._base = self._contributed = self.summed = self._calls = 0
-        # The divisor and the signature of this call.
-        self._divisor = self._signature = 1
+        self._signature = 1
         self.counted: Sequence[int] = range(group.size)
+        self.weight, self.total_weight = 1.0, float(group.size)
+        self.divisor, self._divisor_of = 1.0, divisor_of
+        # Those that are counted, if they are not all 1.
+        self._weights: list[float] = []
+        self._ones = [bits(1.0)] * group.size
 
     def contribute(self, count: int, *, staged: bool = False) -> None:
         """Publish that this rank's inputs of the first ``count`` buckets are ready."""
         if count > self._contributed:
+            if not self._contributed:
+                place = 4 * self._size + self._rank
+                self._words.store_unordered(place, bits(self.weight))
             self._contributed = count
             self._words.store(self._rank, [self._base + count << 1 | staged])
 
-    def offer(self, count: int, divisor: int) -> None:
+    def offer(self, count: int) -> None:
         """Contribute buckets, and sum those that all ranks have contributed."""
         self.contribute(count)
         words = self._words.read_range(0, self._size)
         least = (min(words) >> 1) - self._base
         while self.summed < min(least, self._count):
-            self._sum(words, divisor, None)
+            self._sum(words, None)
 
-    def sum_next(self, divisor: int, direct: Array | None = None) -> None:
+    def sum_next(self, direct: Array | None = None) -> None:
         """Wait until all ranks have contributed one more bucket, and sum it."""
         size, least = self._size, self._base + self.summed + 1 << 1
         read = self._words.read_range
         if min(words := read(0, size)) < least:
             self._wait(lambda: min(read(0, size)) >= least or self._may_go_on(least))
             words = read(0, size)
-        self._sum(words, divisor, direct)
+        self._sum(words, direct)
 
     def _may_go_on(self, least: int) -> bool:
         """Look whether all ranks have contributed but those that have died."""
@@ -256,22 +281,31 @@ class NodeSum:
             self.counted = here
         return True
 
-    def _sum(self, words: list[int], divisor: int, direct: Array | None) -> None:
+    def _sum(self, words: list[int], direct: Array | None) -> None:
+        if not self.summed:
+            self._read_weights()
         inputs, out = self._inputs[self.summed], self.stripes[self.summed]
         parts = [inputs[word & 1][rank] for rank, word in enumerate(words)]
         if direct is not None:
             parts[self._rank] = direct
         self.summed += 1
-        self._divisor = divisor
-        if len(self.counted) < self._size:
-            self._sum_counted(parts, out)
-        elif out.size:
-            self._quiet(add_in_order, parts, out, divisor, self._threads)
+        self._sum_counted(parts, out)
+
+    def _read_weights(self) -> None:
+        """Read the weights of this call, of which all ranks have contributed."""
+        words = self._words.read_range(4 * self._size, self._size)
+        self.total_weight, self._weights = float(len(self.counted)), []
+        if words != self._ones:
+            self._weights = [number_of(words[rank]) for rank in self.counted]
+            self.total_weight = sum(self._weights)
+        self.divisor = self._divisor_of(self.total_weight)
 
     def _sum_counted(self, parts: list[Array], out: Array) -> None:
-        parts = [parts[rank] for rank in self.counted]
-        divisor = min(self._divisor, len(parts))
-        self._quiet(add_in_order, parts, out, divisor, self._threads)
+        if len(self.counted) < self._size:
+            parts = [parts[rank] for rank in self.counted]
+        if out.size:
+            numbers = self.divisor, self._threads, self._weights
+            self._quiet(add_in_order, parts, out, *numbers)
 
     def _stand_in(self) -> bool:
         """Sum the stripes of ranks that have died, if this rank is the next one.

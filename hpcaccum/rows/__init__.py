@@ -9,7 +9,7 @@ Imports `mpi`, `device` and the modules below them.
 
 from __future__ import annotations
 
-from hpcaccum.rows.exchange import RowExchange, digits
+from hpcaccum.rows.exchange import RowExchange, columns
 from hpcaccum.rows.format import RowFormat, RowPlace, divided
 from hpcaccum.rows.indexed_slices import (
     UNKNOWN,
@@ -20,7 +20,7 @@ from hpcaccum.rows.indexed_slices import (
     sliced,
 )
 from hpcaccum.rows.log import RowLog
-from hpcaccum.rows.sums import Rows, merged, union_size
+from hpcaccum.rows.sums import Rows, merged, union_size, weighted
 
 __all__ = [
     "UNKNOWN",
@@ -31,11 +31,12 @@ __all__ = [
     "RowPlace",
     "Rows",
     "check_indices",
-    "digits",
+    "columns",
     "divided",
     "matrix",
     "merged",
     "rows_of",
     "sliced",
     "union_size",
+    "weighted",
 ]

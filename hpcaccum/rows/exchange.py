@@ -35,9 +35,12 @@ _UNIT = ALIGNMENT
 _MOST_BYTES = 512 << 10
 
 
-def digits(form: RowFormat) -> int:
-    """Return how many elements of a reduction carry a number of rows."""
-    return max(1, -(-form.capacity.bit_length() // _BITS))
+def columns(form: RowFormat) -> int:
+    """Return how many elements of a reduction carry a number of rows.
+
+    These are a 1, of which the reduction makes the share of the rank, and the digits.
+    """
+    return 1 + max(1, -(-form.capacity.bit_length() // _BITS))
 
 
 class RowExchange:
@@ -47,7 +50,7 @@ class RowExchange:
         group: The ranks.
         formats: Of the rows, by name; in the same order on all ranks.
         marks: Memory for what the reduction adds, by name: a matrix with a row for each
-            rank, and with `digits` columns.
+            rank, and with `columns` columns.
         name: For messages.
 
     Attributes:
@@ -71,7 +74,7 @@ class RowExchange:
         self._track = group.control.open_track(self._what)
         self.broken = False
         self._powers = {
-            name: float(1 << _BITS) ** np.arange(digits(each))
+            name: float(1 << _BITS) ** np.arange(columns(each) - 1)
             for name, each in formats.items()
         }
         # This rank's rows, and those of all ranks that have come in messages.
@@ -113,14 +116,12 @@ class RowExchange:
 
     def _mark(self, name: str, number: int) -> Array:
         mark = self._marks[name]
-        mark[self._group.rank] = [
-            number >> _BITS * digit & (1 << _BITS) - 1 for digit in range(len(mark.T))
-        ]
+        places = range(len(mark.T) - 1)
+        digits = [number >> _BITS * place & (1 << _BITS) - 1 for place in places]
+        mark[self._group.rank] = [1, *digits]
         return mark
 
-    def collect(
-        self, sums: Mapping[str, Array], divisor: int, call: int
-    ) -> dict[str, Rows]:
+    def collect(self, sums: Mapping[str, Array], call: int) -> dict[str, Rows]:
         """Return the sums of the rows of all ranks. Collective.
 
         They are added in rank order, so that all ranks have the same bits. A count is
@@ -128,7 +129,7 @@ class RowExchange:
         ranks.
         """
         self.broken = True
-        by_name = {n: self._numbers(n, each, divisor) for n, each in sums.items()}
+        by_name = {name: self._numbers(name, each) for name, each in sums.items()}
         numbers = [
             {name: each[rank] for name, each in by_name.items()}
             for rank in range(self._group.size)
@@ -142,9 +143,12 @@ class RowExchange:
         self.broken = False
         return found
 
-    def _numbers(self, name: str, total: Array, divisor: int) -> list[int]:
+    def _numbers(self, name: str, total: Array) -> list[int]:
         """Return the numbers of rows of all ranks."""
-        digits = np.rint(total[: self._group.size] * divisor)
+        marks = total[: self._group.size].astype(np.float64)
+        # A rank whose gradient is not used has no rows, and hardly a share.
+        shares = np.maximum(marks[:, :1], np.finfo(np.float64).tiny)
+        digits = np.rint(marks[:, 1:] / shares)
         numbers: list[int] = (digits @ self._powers[name]).astype(int).tolist()
         return numbers
 

@@ -1,4 +1,4 @@
-"""How rows lie in memory: their indices, their counts if these matter, their values.
+"""How rows lie in memory: their indices, their weights if these matter, their values.
 
 The number of rows lies elsewhere, or before them: at a `RowPlace`.
 """
@@ -27,17 +27,17 @@ class RowFormat(NamedTuple):
         capacity: Maximum number of rows.
         width: Elements of a row.
         dtype: Of the values.
-        counted: Whether counts are stored; without them, each is 1.
+        weighted: Whether weights are stored; without them, each is 1.
     """
 
     capacity: int
     width: int
     dtype: np.dtype[Any]
-    counted: bool = False
+    weighted: bool = False
 
     def nbytes(self, number: int) -> int:
         """Return the size of so many rows: whole cache lines."""
-        numbers = (2 if self.counted else 1) * _INT64.itemsize
+        numbers = (2 if self.weighted else 1) * _INT64.itemsize
         size = number * (numbers + self.width * self.dtype.itemsize)
         return -(-size // ALIGNMENT) * ALIGNMENT
 
@@ -45,14 +45,14 @@ class RowFormat(NamedTuple):
         """Return so many rows at the begin of memory, as views."""
         begin = number * _INT64.itemsize
         indices = memory[:begin].view(_INT64)
-        if self.counted:
-            counts = memory[begin : 2 * begin].view(_INT64)
+        if self.weighted:
+            weights = memory[begin : 2 * begin].view(np.float64)
             begin *= 2
         else:
-            counts = np.ones(number, np.int64)
+            weights = np.ones(number)
         end = begin + number * self.width * self.dtype.itemsize
         values = memory[begin:end].view(self.dtype).reshape(number, self.width)
-        return Rows(indices, counts, values)
+        return Rows(indices, weights, values)
 
     def write(
         self,
@@ -63,8 +63,8 @@ class RowFormat(NamedTuple):
         """Write rows; ``copyto`` copies the values, maybe from a device."""
         room = self.rows(memory, rows.indices.size)
         room.indices[...] = rows.indices
-        if self.counted:
-            room.counts[...] = rows.counts
+        if self.weighted:
+            room.weights[...] = rows.weights
         copyto(room.values, rows.values)
 
 

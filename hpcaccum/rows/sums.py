@@ -22,12 +22,13 @@ class Rows(NamedTuple):
 
     Attributes:
         indices: Vector of int64.
-        counts: Vector of int64: the gradients that have this row.
+        weights: Vector of float64: the sum of the weights of the gradients that have
+            this row; their number, if each weight is 1.
         values: Matrix with a row for each index.
     """
 
     indices: Array
-    counts: Array
+    weights: Array
     values: Array
 
 
@@ -38,7 +39,7 @@ def distinct(indices: Array, values: Array, dtype: np.dtype[Any]) -> Rows:
         if indices.size > 1 and not (indices[1:] > indices[:-1]).all():
             indices, values, _, _ = _add(indices, values, dtype)
         values = values.astype(dtype, copy=False)
-    return Rows(indices, np.ones(indices.size, np.int64), values)
+    return Rows(indices, np.ones(indices.size), values)
 
 
 def merged(parts: Sequence[Rows]) -> Rows:
@@ -48,11 +49,19 @@ def merged(parts: Sequence[Rows]) -> Rows:
     """
     if len(parts) == 1:
         return parts[0]
-    indices, counts, values = map(np.concatenate, zip(*parts, strict=True))
+    indices, weights, values = map(np.concatenate, zip(*parts, strict=True))
     with np.errstate(all="ignore"):
         indices, values, order, begins = _add(indices, values, values.dtype)
-    counts = np.add.reduceat(counts[order], begins) if counts.size else counts
-    return Rows(indices, counts, values)
+    weights = np.add.reduceat(weights[order], begins) if weights.size else weights
+    return Rows(indices, weights, values)
+
+
+def weighted(rows: Rows, factor: float) -> Rows:
+    """Return rows times the weight of their gradient; the same object if it is 1."""
+    if factor == 1:
+        return rows
+    values = rows.values * rows.values.dtype.type(factor)
+    return Rows(rows.indices, rows.weights * factor, values)
 
 
 def union_size(one: Array, other: Array) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from hpcaccum.accumulator import Batch, Receipt
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import Pinned
-from hpcaccum.nodes import Calls, NodeParts
+from hpcaccum.nodes import Calls, NodeParts, Place
 from hpcaccum.server.update_queue import COPIED, NOBODY, UpdateQueue
 from hpcaccum.spans import traced
 
@@ -102,11 +102,12 @@ class BoundedStalenessInbox:
         self._remote = None if self.words.direct else self._calls
 
     def _view(self, rank: int) -> Array:
-        return self.parts.view((rank, 0), self._size, self._dtype)
+        return self.parts.view(Place(rank, 0), self._size, self._dtype)
 
     def _contents(self) -> bytes | None:
         """Return the contents of this rank's buffer if they may be sent at once."""
-        return self.parts.short((self._group.rank, 0), self._size, self._dtype)
+        place = Place(self._group.rank, 0)
+        return self.parts.short(place, self._size, self._dtype)
 
     @property
     def step(self) -> int:
@@ -151,7 +152,7 @@ class BoundedStalenessInbox:
         if self._pinned is None:
             self._pinned = Pinned(self._buffer)
 
-    def submit(self, local_step: int) -> Receipt:
+    def submit(self, local_step: int, weight: float = 1.0) -> Receipt:
         """Submit the gradient in the buffer, unless it is stale.
 
         If it is accepted, its update makes step ``receipt.global_step + 1``.
@@ -194,7 +195,7 @@ class BoundedStalenessInbox:
         """Submit the gradient of another rank, which waits for the answer."""
         receipt, whose = self._queue.admit(rank, local_step), rank
         if receipt and contents is not None:
-            self.parts.keep((rank, 0), contents)
+            self.parts.keep(Place(rank, 0), contents)
             whose |= COPIED
         # First: a gradient that was applied is in the counts.
         self.counters.count(rank, receipt.accepted, receipt.lag)
@@ -256,7 +257,7 @@ class BoundedStalenessInbox:
         rank = whose & NOBODY
         copied = [rank] if whose & COPIED else []
         is_lost = rank == NOBODY or (not copied and self.parts.is_lost(rank))
-        places = [] if is_lost else [(rank, 0)]
+        places = [] if is_lost else [Place(rank, 0)]
         _, factor = self._found.get(step, (whose, 1.0))
         return Batch(self.parts, places, self._dtype, 1, step, copied, factor)
 

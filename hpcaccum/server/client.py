@@ -272,8 +272,13 @@ class Client(Freeable):
             self.waited += time.monotonic() - begun
         return self._lent
 
-    def push(self, grads: Mapping[str, Array | Rows], local_step: int) -> Receipt:
-        """Submit gradients, by name. Variables may be missing.
+    def push(
+        self,
+        grads: Mapping[str, Array | Rows],
+        local_step: int,
+        weight: float = 1.0,
+    ) -> Receipt:
+        """Submit gradients, by name, with a weight. Variables may be missing.
 
         Returns:
             Whether they were accepted. If so, their update makes step
@@ -294,7 +299,7 @@ class Client(Freeable):
             # NumPy refuses writes from now on: they would corrupt a gradient.
             view.flags.writeable = False
         self._views.clear()
-        receipt = self._inbox.submit(local_step)
+        receipt = self._inbox.submit(local_step, weight)
         if receipt and self._inbox.adds:
             self._coming = receipt.global_step + 1
         return receipt

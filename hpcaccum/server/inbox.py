@@ -62,8 +62,11 @@ class Inbox(Protocol):
     def pin(self) -> None:
         """Pin this rank's buffers for DMA."""
 
-    def submit(self, local_step: int) -> Receipt:
-        """Submit the gradient in the buffer, unless it is stale."""
+    def submit(self, local_step: int, weight: float = 1.0) -> Receipt:
+        """Submit the gradient in the buffer, unless it is stale.
+
+        The weight is 1 if the inbox does not add gradients.
+        """
 
     def count_nonfinite(self) -> None:
         """Count a gradient of this rank that is not finite, and was not submitted."""

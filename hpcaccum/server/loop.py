@@ -199,7 +199,7 @@ class UpdateLoop(Loop):
                     self.update(grads, self._inbox.rate)
                 self._part.write(flat)
             # A rank that gave one of several gradients waits for their update.
-            waiting = [rank for rank, _ in batch.places] if self._inbox.adds else []
+            waiting = [place.rank for place in batch.places] if self._inbox.adds else []
             self._publisher.complete(version, waiting)
             self._step = batch.step + 1
 

@@ -20,8 +20,16 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from hpcaccum.accumulator import Batch, number_of, word_of
-from hpcaccum.mpi import MPI, AtomicWords, memory_of_rank, report_and_abort
+from hpcaccum.accumulator import Batch
+from hpcaccum.mpi import (
+    MPI,
+    AtomicWords,
+    bits,
+    memory_of_rank,
+    number_of,
+    report_and_abort,
+)
+from hpcaccum.nodes import Place
 from hpcaccum.spans import traced
 from hpcaccum.summation import add_at_once
 from hpcaccum.worker_threads import run_elsewhere
@@ -45,10 +53,10 @@ _CHUNK = 1 << 15
 _SHARES, _LEAST, _MOST = 4, 1 << 15, 1 << 19
 # Elements for which a rank wakes another thread.
 _THREAD = 1 << 18
-# Words: the next piece to work on, and how many are complete; then the update: four
-# counts, the factor of the mean and the numbers of the rule as bits, and the places of
-# the gradients. Others follow: of each piece, who works on which chunk; of each worker,
-# whether it works.
+# Words: the next piece to work on, and how many are complete; then the update: three
+# counts; as bits the divisor, the factor of the mean, the numbers of the rule and the
+# factors of the gradients; and the places of these. Others follow: of each piece, who
+# works on which chunk; of each worker, whether it works.
 _NEXT, _DONE, _UPDATE = 0, 8, 16
 _NUMBERS = 4
 _FIXED = 5 + _NUMBERS
@@ -99,7 +107,8 @@ class _Update(NamedTuple):
 
     copy: Array
     gradients: Sequence[Array]
-    divisor: int
+    factors: Sequence[float]
+    divisor: float
     factor: float
     numbers: Sequence[float]
 
@@ -144,7 +153,7 @@ class NodeUpdate:
         self._pieces = max(1, -(-layout.size // self._piece))
         with contextlib.ExitStack() as undo:
             workers = group.size * self._threads
-            self._places = _UPDATE + _FIXED + 2 * group.size
+            self._places = _UPDATE + _FIXED + 3 * group.size
             self._busy = -(-(self._places + self._pieces) // _APART) * _APART
             self._words = AtomicWords(group, root, self._busy + _APART * workers)
             undo.callback(self._words.free)
@@ -246,11 +255,11 @@ class NodeUpdate:
         self._work_on(self._chunks(piece)[begun:], update)
 
     def _announce(self, batch: Batch, numbers: Sequence[float]) -> None:
-        places = [number for place in batch.places for number in place]
-        padded = np.array([*numbers, *[0.0] * (_NUMBERS - len(numbers))])
-        counts = len(batch.places), len(numbers)
-        head = [self._copies.writing, batch.divisor, *counts, word_of(batch.factor)]
-        self._words.store(_UPDATE, [*head, *padded.view(np.int64).tolist(), *places])
+        padded = [*numbers, *[0.0] * (_NUMBERS - len(numbers))]
+        head = [self._copies.writing, len(batch.places), len(numbers)]
+        places = [number for place in batch.places for number in place[:2]]
+        floats = [batch.divisor, batch.factor, *padded, *batch.factors]
+        self._words.store(_UPDATE, [*head, *map(bits, floats), *places])
         self._words.store(_DONE, [0])
         # Last: from now on other ranks take pieces. No store, as they change the word
         # also while they find that none are left.
@@ -258,18 +267,21 @@ class NodeUpdate:
         self._words.exchange(_NEXT, number << _BITS)
 
     def _announced(self) -> _Update:
-        words = self._words.read_range(_UPDATE, _FIXED + 2 * self._ranks)
-        copy, divisor, count, used, factor = words[:5]
-        numbers = np.array(words[5 : 5 + used]).view(np.float64).tolist()
-        ends = words[_FIXED : _FIXED + 2 * count]
-        places = list(zip(ends[::2], ends[1::2], strict=True))
-        dtype, scale = self._layout.dtype, number_of(factor)
-        batch = Batch(self._parts, places, dtype, divisor, factor=scale)
+        words = self._words.read_range(_UPDATE, _FIXED + 3 * self._ranks)
+        (copy, count, used), words = words[:3], words[3:]
+        begins = 2 + _NUMBERS + count
+        divisor, factor, *floats = map(number_of, words[:begins])
+        numbers, factors = floats[:used], floats[_NUMBERS:]
+        ends = words[begins : begins + 2 * count]
+        places = [*map(Place, ends[::2], ends[1::2], factors)]
+        dtype = self._layout.dtype
+        batch = Batch(self._parts, places, dtype, divisor, factor=factor)
         return self._update(batch, self._copies.copy(copy), numbers)
 
     def _update(self, batch: Batch, copy: Array, numbers: Sequence[float]) -> _Update:
         gradients = batch.views(self._layout.size)
-        return _Update(copy, gradients, batch.divisor, batch.factor, numbers)
+        factors, divisor = batch.factors, batch.divisor
+        return _Update(copy, gradients, factors, divisor, batch.factor, numbers)
 
     def help(self) -> None:
         """Work on the pieces of an update, if any are left."""
@@ -343,7 +355,7 @@ class NodeUpdate:
         if len(gradients) == 1 and update.divisor == update.factor == 1:
             mean = gradients[0]
         else:
-            add_at_once(gradients, mean, update.divisor)
+            add_at_once(gradients, mean, update.divisor, update.factors, scratch)
         if update.factor != 1:
             np.multiply(mean, update.factor, mean)
         slots = [slot[chunk] for slot in self._slots]

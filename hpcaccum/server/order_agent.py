@@ -98,7 +98,7 @@ class OrderAgent:
         self,
         version: int,
         places: list[Place],
-        divisor: int,
+        divisor: float,
         numbers: tuple[int, int],
         awaited: bool,
     ) -> None:
@@ -128,7 +128,7 @@ class OrderAgent:
         self,
         version: int,
         places: list[Place],
-        divisor: int,
+        divisor: float,
         numbers: tuple[int, int],
         ready: list[int],
     ) -> None:
@@ -160,7 +160,7 @@ class OrderAgent:
                 )
                 self._giving[node].add(steps)
 
-    def _collect(self, version: int, places: list[Place], divisor: int) -> Steps:
+    def _collect(self, version: int, places: list[Place], divisor: float) -> Steps:
         """Receive the gradients of a version."""
         assert self._memory is not None
         assert self._publisher.number is not None

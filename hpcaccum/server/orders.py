@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.accumulator import number_of, word_of
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import to_host
 from hpcaccum.errors import EverybodyLeftError
-from hpcaccum.mpi import AtomicWords, complete, memory_of_rank
+from hpcaccum.mpi import AtomicWords, bits, complete, memory_of_rank, number_of
 from hpcaccum.nodes import Agent
 from hpcaccum.server.double_buffer import step_of, version_of
 from hpcaccum.server.order_agent import (
@@ -211,7 +210,7 @@ class Orders:
 
         Only as many steps as there are buffers may be ordered and not made.
         """
-        numbers = word_of(math.nan if rate is None else rate), word_of(batch.factor)
+        numbers = bits(math.nan if rate is None else rate), bits(batch.factor)
         places = list(batch.places)
         self._order(version_of(step), places, batch.divisor, numbers, awaited)
         self.ordered = step

@@ -81,10 +81,10 @@ class QuorumInbox:
         """Pin this rank's buffers for DMA."""
         self._accumulator.pin_slots()
 
-    def submit(self, local_step: int) -> Receipt:
+    def submit(self, local_step: int, weight: float = 1.0) -> Receipt:
         """Submit the gradient in the buffer, unless it is of an earlier step."""
         assert self._buffer is not None
-        return self._accumulator.apply_grad(self._buffer, local_step)
+        return self._accumulator.apply_grad(self._buffer, local_step, weight=weight)
 
     def count_nonfinite(self) -> None:
         """Count a gradient of this rank that is not finite, and was not submitted."""

@@ -6,15 +6,9 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from hpcaccum.accumulator import (
-    Counters,
-    Membership,
-    Receipt,
-    WordLayout,
-    number_of,
-    word_of,
-)
+from hpcaccum.accumulator import Counters, Membership, Receipt, WordLayout
 from hpcaccum.errors import EverybodyLeftError, format_ranks
+from hpcaccum.mpi import bits, number_of
 from hpcaccum.nodes import words_of
 
 if TYPE_CHECKING:
@@ -144,7 +138,7 @@ class UpdateQueue:
         step = receipt.global_step
         if self._factors is not None:
             scale = self._scales + step % self._size
-            self.words.write(scale, word_of(receipt.factor))
+            self.words.write(scale, bits(receipt.factor))
         self.words.write(self._place(step), (step + 1) << _WHOSE_BITS | whose)
 
     def _place(self, step: int) -> int:

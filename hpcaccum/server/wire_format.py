@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
 
 _PRESENT = "?present"
+# Relative error of sums of weights in float32.
+_EXACT = 1e-6
 _NONE: Mapping[str, int] = MappingProxyType({})
 
 
@@ -30,7 +32,8 @@ class WireFormat:
 
     A rank may lack the gradients of some variables. After the gradients, a vector
     therefore has one number per variable: 1 if the gradient is present, else 0. In a
-    mean of such vectors, that number is the share of gradients that are present.
+    mean of such vectors, that number is the share of gradients that are present, with
+    their weights.
 
     The gradients of sparse variables are rows, which follow these numbers.
 
@@ -98,29 +101,31 @@ class WireFormat:
             place.write(flat, grads.get(place.name))
 
     def read_rows(
-        self, rows: Mapping[str, Sequence[Rows]], total: Array, divisor: int
+        self, rows: Mapping[str, Sequence[Rows]], total: Array, divisor: float
     ) -> dict[str, IndexedSlices]:
         """Return the gradients of sparse variables: means over those present."""
         shares = dict(zip(self.parameters, self.gradient_views(total)[1], strict=True))
         return {
-            name: self._mean(name, parts, round(float(shares[name]) * divisor))
+            name: self._mean(name, parts, _unrounded(float(shares[name]) * divisor))
             for name, parts in rows.items()
             if shares[name]
         }
 
-    def _mean(self, name: str, parts: Sequence[Rows], number: int) -> IndexedSlices:
+    def _mean(self, name: str, parts: Sequence[Rows], weight: float) -> IndexedSlices:
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):
             rows = merged(parts)
-            values = rows.values if number == 1 else rows.values / number
+            values = rows.values if weight == 1 else rows.values / weight
         return sliced(rows._replace(values=values), self.parameters.shapes[name])
 
     def is_complete(self, batch: Batch) -> bool:
         """Whether every vector of a batch on this node has all gradients."""
         present = self.present
-        numbers = [view[present] for view in batch.views(present.stop)]
-        # A vector may be the sum of several.
-        return bool(numbers) and bool(np.all(sum(numbers) == batch.divisor))
+        vectors = zip(batch.views(present.stop), batch.factors, strict=True)
+        numbers = [view[present] * factor for view, factor in vectors]
+        # A vector may be the sum of several, and weights may not be exact.
+        error = np.abs(sum(numbers) - batch.divisor)
+        return bool(numbers) and bool(np.all(error <= _EXACT * batch.divisor))
 
     def read_gradients(self, flat: Array) -> dict[str, Array]:
         """Return the arrays that are present, as views of a vector.
@@ -153,6 +158,12 @@ def _row_places(
         place = RowPlace(name, begin, RowFormat(capacity, width, parameters.dtype))
         yield place
         begin = place.end
+
+
+def _unrounded(weight: float) -> float:
+    """Return a sum of weights that a share has given, exact if it is whole."""
+    whole = round(weight)
+    return whole if math.isclose(weight, whole, rel_tol=_EXACT) else weight
 
 
 def present_gradients(

@@ -98,6 +98,8 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
     _all: ClassVar[weakref.WeakSet[Adapter]] = weakref.WeakSet()
     # Whether `step` is being carried out, in which the optimizer may make its step.
     _steps = False
+    # What the gradients of this rank count.
+    _weight = 1.0
 
     def __init__(
         self,
@@ -184,11 +186,16 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
         raise NotImplementedError
 
     @in_stream
-    def step(self, closure: Callable[[], Any] | None = None) -> Receipt:
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, weight: float | None = None
+    ) -> Receipt:
         """Exchange the gradients and update the parameters, as the strategy promises.
 
         Args:
             closure: Computes the gradients first and returns the loss; optional.
+            weight: What the gradients of this rank count, as in `weighted`, such as the
+                number of samples in its batch. With `CrossShard`, whose backward passes
+                exchange gradients, it is for a ``closure``, and after `no_sync`.
 
         Returns:
             Whether the gradients were accepted, and at which step; with the result of
@@ -200,6 +207,16 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
                 With a server also, before anything is sent, if the program has changed
                 the values of a parameter: see `assign`.
         """
+        if weight is not None:
+            self._check_weight(weight)
+            with self.weighted(weight):
+                return self._step(closure)
+        return self._step(closure)
+
+    def _check_weight(self, weight: float) -> None:
+        """Raise InvalidArgumentError if the gradients were exchanged with another."""
+
+    def _step(self, closure: Callable[[], Any] | None) -> Receipt:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -234,6 +251,21 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
         return InvalidArgumentError(
             f"{self._what}: there is no gradient; call backward() before step()"
         )
+
+    @contextlib.contextmanager
+    def weighted(self, weight: float) -> Iterator[None]:
+        """Give the gradients of this rank a weight, in a block with backward and step.
+
+        ``with opt.weighted(len(batch)): loss.backward(); opt.step()``. The mean of
+        `CrossShard` and `SyncReplicas` is sum(weight * gradient) / sum(weight). With
+        `DropStale` and `AGN`, ``weight`` multiplies the gradient. A weight that is not
+        a finite number above 0 is an error of the exchange.
+        """
+        before, self._weight = self._weight, weight
+        try:
+            yield
+        finally:
+            self._weight = before
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

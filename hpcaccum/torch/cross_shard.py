@@ -8,8 +8,9 @@ import numpy as np
 from torch.autograd import Variable as Autograd
 
 from hpcaccum.accumulator import Receipt
+from hpcaccum.arguments import positive_weight
 from hpcaccum.device import is_device, release
-from hpcaccum.errors import DisagreementError
+from hpcaccum.errors import DisagreementError, InvalidArgumentError
 from hpcaccum.optimizers import CrossShardOptimizer
 from hpcaccum.optimizers.slices import exchanged, with_sums
 from hpcaccum.torch.adapter import Adapter, in_stream
@@ -51,9 +52,9 @@ class _BackwardAveraging(CrossShardOptimizer):
     def _is_on_device(self) -> bool:
         return is_device(next(iter(self._values.values())))
 
-    def start(self, name: str, grad: Array) -> None:
+    def start(self, name: str, grad: Array, weight: float) -> None:
         """Begin to average a gradient."""
-        self._any_shard().start(name, grad)
+        self._any_shard().start(name, grad, weight)
 
     def has_started(self, name: str) -> bool:
         """Whether a gradient was started since the last call of `average`."""
@@ -71,6 +72,7 @@ class _BackwardAveraging(CrossShardOptimizer):
         *,
         skips: bool,
         lacks: frozenset[str],
+        weight: float,
     ) -> dict[str, Gradient] | None:
         """Return the means of gradients over the ranks, by name. Collective.
 
@@ -80,7 +82,7 @@ class _BackwardAveraging(CrossShardOptimizer):
         out: Any = given if self._is_on_device() else None
         shard = self._any_shard()
         shard.rates = rates
-        means = shard.reduce(given, out, None, skips=skips, lacks=lacks)
+        means = shard.reduce(given, out, None, skips=skips, lacks=lacks, weight=weight)
         # The call that updates the parameters is the user's.
         shard.updated()
         if means is None:
@@ -154,6 +156,8 @@ class CrossShard(Adapter):
         # Whether each `grad` is a mean over the ranks; if so, whether it is without the
         # gradients of this rank, and whether there are any.
         self._averaged = self._skipped = self._found = False
+        # With which weight.
+        self._used_weight = 1.0
         super().__init__(
             optimizer, module=module, buffers=buffers, comm=comm, sparse=sparse
         )
@@ -199,7 +203,7 @@ class CrossShard(Adapter):
             self._discard()
         # How many rows there are is known when all gradients are.
         elif self._gradients.is_final(parameter):
-            self._exchange.start(*self._gradients.dense(parameter))
+            self._exchange.start(*self._gradients.dense(parameter), self._weight)
 
     def _discard(self) -> None:
         """Do not use what a pass has started that an error has ended."""
@@ -219,8 +223,10 @@ class CrossShard(Adapter):
         pairs: Pairs = []
         given: dict[str, Array | Rows] = {}
         skips, lacks, means = False, frozenset[str](), None
+        weight = self._used_weight = self._weight
         try:
             try:
+                weight = positive_weight(weight, np.dtype(np.float32))
                 if self._find_unused:
                     lacks = self._gradients.fill()
                 grads = self._gradients.found()
@@ -235,7 +241,7 @@ class CrossShard(Adapter):
                 self._exchange.fail(problem)
             rates = self._rule.learning_rates()
             means = self._exchange.average(
-                pairs, given, rates, skips=skips, lacks=lacks
+                pairs, given, rates, skips=skips, lacks=lacks, weight=weight
             )
         except DisagreementError as error:
             if "gradient of " in str(error):
@@ -249,6 +255,14 @@ class CrossShard(Adapter):
             self._gradients.clear()
         self._found = bool(means)
         self._averaged, self._skipped = True, skips
+
+    def _check_weight(self, weight: float) -> None:
+        if self._averaged and weight != self._used_weight:
+            raise InvalidArgumentError(
+                f"{self._what}: the backward pass has exchanged the gradients with "
+                f"weight {self._used_weight}, not {weight}; call backward() and step() "
+                f"in a block of weighted()"
+            )
 
     def _update(self) -> Receipt:
         if not self._averaged:

@@ -141,7 +141,8 @@ class OneSided(Adapter):
         if not grads:
             raise self._no_gradient()
         receipt: Receipt = self._exchange.apply_gradients(
-            [(grads.get(var.name), var) for var in self._rule.own]
+            [(grads.get(var.name), var) for var in self._rule.own],
+            weight=self._weight,
         )
         return receipt
 

@@ -121,7 +121,7 @@ def test_results_are_not_memory_of_the_exchange(average):
     average.update(grads, average.init(grads))
     reducer = average._averager._shard.reducer
 
-    (mean,) = average._averager._reduce(grads["w"])
+    (mean,) = average._averager._reduce(grads["w"], 1.0)
 
     for shared in (reducer.results(), reducer.arrays()):
         assert not any(np.shares_memory(mean, array) for array in shared.values())

@@ -11,6 +11,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum.accumulator.receipts import Tally
 
+from .. import naive
 from .accumulating import (  # noqa: F401
     ALL,
     BFLOAT16,
@@ -60,6 +61,33 @@ def test_mean_is_one_true_division_of_the_sum_in_order(make, form, dtype):
     three = total.dtype.type(3)
     assert (total / three != total * (1 / three)).any()
     same_bits(form, acc.take_grad(3, timeout=WAIT), total / three)
+
+
+@pytest.mark.parametrize("reduction", ["MEAN", "SUM"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_a_gradient_counts_with_its_weight(make, form, dtype, reduction):
+    # Exact in any dtype: a product is rounded together with its addition.
+    acc, weights = make(dtype, (9,), reduction_type=reduction), [4, 0.5, 3]
+    expected, wide = naive.Accumulator(reduction), np.result_type(dtype, np.float32)
+    for number, weight in enumerate(weights):
+        # Odd, so that no sum is 0.
+        part = (2 * np.random.default_rng(number).integers(-4, 4, 9) + 1).astype(dtype)
+        acc.apply_grad(like(form, part, dtype), weight=weight, scale=2.0)
+        expected.apply_grad(2 * part.astype(wide), weight=weight)
+    assert not acc.apply_grad(like(form, part, dtype), -1, weight=9)
+    assert (acc.num_accumulated(), acc.statistics().weight) == (3, 7.5)
+
+    found = acc.take_grad(3, timeout=WAIT)
+    same_bits(form, found, expected.take_grad(3).astype(dtype))
+    assert acc.statistics().weight == 0
+
+
+@pytest.mark.parametrize("weight", [0, -1, np.nan, np.inf, "1", None, 1e-50])
+def test_what_is_no_weight_is_refused(make, form, weight):
+    acc = make("float32", (2,))
+    with pytest.raises(INVALID, match="weight must be a finite number"):
+        acc.apply_grad(like(form, [1, 2], "f"), weight=weight)
+    assert (acc.num_accumulated(), acc.statistics().weight) == (0, 0)
 
 
 def test_gradients_may_be_freed_or_written_again_at_once(acc, form):
@@ -255,7 +283,7 @@ def test_statistics_count_what_became_of_gradients(make, form):
     tally = Tally((2,), (4,), {0: 2, 1: 1, 2: 2, 31: 1})
 
     arrays = 1 if form == "one" else 2
-    assert acc.statistics() == hpc.DeviceStatistics(50, 2, tally, 64 * arrays)
+    assert acc.statistics() == hpc.DeviceStatistics(50, 2, 2, tally, 64 * arrays)
     acc.take_grad(2, timeout=WAIT)
     after = acc.statistics()
     assert (after.global_step, after.num_accumulated, after.tally) == (51, 0, tally)

@@ -28,11 +28,11 @@ def make(request):
         each.free()
 
 
-def apply(acc, make, rows, values, step=0, width=3):
+def apply(acc, make, rows, values, step=0, width=3, **options):
     """Apply rows that are filled with one value each."""
     filled = np.repeat(np.array(values, make.dtype)[:, None], width, axis=1)
     return acc.apply_grad(
-        cupy.asarray(np.array(rows, np.int64)), cupy.asarray(filled), step
+        cupy.asarray(np.array(rows, np.int64)), cupy.asarray(filled), step, **options
     )
 
 
@@ -50,6 +50,17 @@ def test_each_row_is_divided_by_its_own_contributions(make):
     apply(acc, make, [5, 2], [6, 7])
 
     check(acc.take_grad(2, timeout=WAIT), [0, 2, 5], [10, 7, 3], make.dtype)
+
+
+def test_a_row_counts_with_the_weights_of_its_contributions(make):
+    acc = make()
+    apply(acc, make, [5, 0, 5], [1, 10, 2], weight=0.5)
+    apply(acc, make, [5, 2], [6, 7], weight=4)
+    assert acc.statistics().weight == 4.5
+    with pytest.raises(INVALID, match="weight must be a finite number"):
+        apply(acc, make, [1], [1], weight=0)
+
+    check(acc.take_grad(2, timeout=WAIT), [0, 2, 5], [10, 7, 5.1], make.dtype)
 
 
 def test_rows_are_forgotten_after_a_take(make):

@@ -14,7 +14,7 @@ SHIFTS = pytest.mark.parametrize("shift", [0, 1])
 def mean(kind, out, total, count, **how):
     size = total.values.size
     how = how or {"size": size}
-    launch(f"mean_{kind}", out, total, i64(size), i64(count), **how)
+    launch(f"mean_{kind}", out, total, i64(size), np.float64(count), **how)
 
 
 @WIDE
@@ -23,9 +23,11 @@ def mean(kind, out, total, count, **how):
 def test_mean_divides_once(kind, size, shift):
     total = Watched(normal(size, DTYPES[kind]))
     out = Watched(np.full(size, np.nan, DTYPES[kind]), shift)
-    mean(kind, out, total, 3)
+    for weight in (3, 0.3):
+        mean(kind, out, total, weight)
 
-    np.testing.assert_array_equal(out.get(), total.values / DTYPES[kind].type(3))
+        expected = total.values / DTYPES[kind].type(weight)
+        np.testing.assert_array_equal(out.get(), expected)
     np.testing.assert_array_equal(total.get(), total.values)
 
 
@@ -84,13 +86,13 @@ def test_square_norm_of_large_numbers_is_no_infinity_and_of_infinity_is():
 def mean_clip(kind, out, total, count, clip):
     norm = Watched(np.array([np.sum(total.values.astype("f8") ** 2)]))
     size = total.values.size
-    more = (i64(size), i64(count), norm, np.float64(clip))
+    more = (i64(size), np.float64(count), norm, np.float64(clip))
     launch(f"mean_clip_{kind}", out, total, *more, size=size)
 
 
 @WIDE
 @SHIFTS
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [1, 4, 0.3])
 @pytest.mark.parametrize("size", [1, 33, 1025, 5003])
 def test_mean_clip_scales_down_what_is_too_long(kind, size, count, shift):
     total = Watched(normal(size, DTYPES[kind]))

@@ -16,26 +16,27 @@ WIDE = pytest.mark.parametrize("kind", ["f32", "f64"])
 
 
 class Table:
-    """A sum of rows, with the counts of their contributions."""
+    """A sum of rows, with the weights of their contributions."""
 
     def __init__(self, kind, width):
         self.kind, self.width = kind, width
         self.sum = Watched(np.zeros((ROWS, width), DTYPES[kind]))
-        self.counts = Watched(np.zeros(ROWS, np.int32))
+        self.weights = Watched(np.zeros(ROWS, DTYPES[kind]))
         self.refused = Watched(i64([0]))
 
-    def scatter(self, values, rows, blocks=3):
+    def scatter(self, values, rows, blocks=3, weight=1):
         launch(
             f"scatter_add_rows_{self.kind}",
-            *(self.sum, self.counts, Watched(values), Watched(i64(rows))),
-            *(i64(len(rows)), i64(self.width), i64(ROWS), self.refused),
+            *(self.sum, self.weights, Watched(values), Watched(i64(rows))),
+            *(i64(len(rows)), i64(self.width), i64(ROWS)),
+            *(DTYPES[self.kind].type(weight), self.refused),
             blocks=blocks,
         )
 
     def mean(self, blocks=3):
         sizes = (i64(ROWS), i64(self.width))
         name = f"mean_rows_{self.kind}"
-        launch(name, self.sum, self.counts, *sizes, blocks=blocks)
+        launch(name, self.sum, self.weights, *sizes, blocks=blocks)
 
 
 @contextlib.contextmanager
@@ -79,7 +80,7 @@ def test_rows_are_added_and_counted_where_they_belong(kind, width, blocks):
     expected = np.zeros((ROWS, width))
     np.add.at(expected, rows, values)
     np.testing.assert_array_equal(table.sum.get(), expected)
-    np.testing.assert_array_equal(table.counts.get(), np.bincount(rows, None, ROWS))
+    np.testing.assert_array_equal(table.weights.get(), np.bincount(rows, None, ROWS))
     assert table.refused.get().tolist() == [0]
 
 
@@ -94,7 +95,7 @@ def test_rows_outside_are_refused_and_counted(kind):
     expected = np.zeros((ROWS, 40))
     expected[[0, ROWS - 1, 3]] = values[inside]
     np.testing.assert_array_equal(table.sum.get(), expected)
-    assert table.counts.get().sum() == 3
+    assert table.weights.get().sum() == 3
     assert table.refused.get().tolist() == [4]
 
 
@@ -104,33 +105,34 @@ def test_no_rows_change_nothing(kind):
     table.scatter(np.zeros((0, 5), DTYPES[kind]), [])
 
     assert not table.sum.get().any()
-    assert not table.counts.get().any()
+    assert not table.weights.get().any()
 
 
 @WIDE
 def test_later_gradients_are_added_to_the_first(kind):
     table, values = Table(kind, 8), values_of(2, 8, kind)
     table.scatter(values, [4, 5])
-    table.scatter(values, [4, 6])
+    table.scatter(values, [4, 6], weight=0.5)
 
     expected = np.zeros((ROWS, 8))
-    expected[[4, 5, 6]] = 2 * values[0], values[1], values[1]
+    expected[[4, 5, 6]] = 1.5 * values[0], values[1], values[1] / 2
     np.testing.assert_array_equal(table.sum.get(), expected)
+    assert table.weights.get()[4:7].tolist() == [1.5, 1, 0.5]
 
 
 @WIDE
 @pytest.mark.parametrize("width", [0, 1, 33, 300])
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_mean_rows_divides_each_row_by_its_count(kind, width, blocks):
+def test_mean_rows_divides_each_row_by_its_weight(kind, width, blocks):
     table = Table(kind, width)
     total = normal(ROWS * width, DTYPES[kind]).reshape(ROWS, width)
-    counts = np.arange(ROWS, dtype=np.int32) % 4
-    table.sum, table.counts = Watched(total), Watched(counts)
+    weights = (np.arange(ROWS) % 4 / 2).astype(DTYPES[kind])
+    table.sum, table.weights = Watched(total), Watched(weights)
     table.mean(blocks=blocks)
 
-    divisors = np.maximum(counts, 1).astype(DTYPES[kind])
+    divisors = np.where(weights, weights, 1)
     np.testing.assert_array_equal(table.sum.get(), total / divisors[:, None])
-    np.testing.assert_array_equal(table.counts.get(), counts)
+    np.testing.assert_array_equal(table.weights.get(), weights)
 
 
 @WIDE
@@ -138,4 +140,4 @@ def test_mean_rows_divides_each_row_by_its_count(kind, width, blocks):
 def test_large_matrices_are_processed_in_groups_of_rows(kind, width):
     with groups_of(100):
         test_rows_are_added_and_counted_where_they_belong(kind, width, 3)
-        test_mean_rows_divides_each_row_by_its_count(kind, width, 3)
+        test_mean_rows_divides_each_row_by_its_weight(kind, width, 3)

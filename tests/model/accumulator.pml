@@ -12,7 +12,8 @@
  *                      without STALE no gradient is stale (more rounds from as many
  *                      gradients)
  *   TIMEOUTS           a take may fail: in line, for lack of gradients, because admitted
- *                      writers do not finish, because its caller cannot use the result
+ *                      writers do not finish, because its caller cannot use the result;
+ *                      for lack of gradients it may also go on with those there are
  *   KNOWN              a writer remembers which buffer the other round holds, as
  *                      buffers.py does; without, it reads that record
  *   SETTER             a process sets the step: to 0, then to 2
@@ -34,7 +35,8 @@
  * 1. A gradient is one bit; a buffer is two words that hold sets of bits, written in
  *    separate steps. A gradient too many, too few or half written is a wrong set, or two
  *    sets that differ. The protocol never reads payloads. A buffer that no record names
- *    holds all bits: to use it as a sum gives a wrong set.
+ *    holds all bits: to use it as a sum gives a wrong set. The weight of a gradient is
+ *    its bit, so the sum of the weights of a round is the set of its gradients.
  * 2. A rank that applies and takes at the same time is two processes. Takes of one rank
  *    queue inside it, and so do its applies.
  * 3. Memory is sequentially consistent: the code waits for each operation on a word, or
@@ -49,8 +51,9 @@
  *      was read, whenever that was; one that fails changes nothing.
  *    - Accesses to words that only the taker with the turn uses (CLOSED; WANT, without
  *      an observer). That only one taker has the turn is asserted.
- *    - A writer's record of the round to which it was admitted: no other process
- *      accesses it until it counts the gradient. Asserted through `read_now`.
+ *    - A writer's record of the round to which it was admitted, and its weight: no
+ *      other process accesses them until the record counts the gradient. Asserted
+ *      through `read_now`.
  *    - The taker's reads of a complete round. From the moment at which it has seen that
  *      the round is complete until it clears, no process writes what it reads: asserted
  *      through `read_now`.
@@ -134,6 +137,9 @@ byte records[WRITERS * 2];
 #define WRITING(word) ((word) >> 2 & 1)
 #define NUMBER(word)  ((word) >> 3 & 3)
 #define ARRIVED(rank, parity) NUMBER(RECORD(rank, parity))
+/* Likewise: the sum of the weights of these gradients. */
+byte weights[WRITERS * 2];
+#define WEIGHT(rank, parity) weights[(rank) * 2 + (parity)]
 /* A sum to which a lost rank was adding is left out. */
 #define USABLE(rank, parity) \
     (NUMBER(RECORD(rank, parity)) && !WRITING(RECORD(rank, parity)))
@@ -237,6 +243,12 @@ inline store(i) {
     assert(!(read_now[0] && BUFFER(RECORD(me, 0)) == buffer));
     assert(!(read_now[1] && BUFFER(RECORD(me, 1)) == buffer));
     PAYLOAD(me, buffer, i) = (number -> PAYLOAD(me, buffer, i) | gradient : gradient)
+}
+
+/* The word of the weights, before the record. */
+inline weigh() {
+    assert(!read_now[p]);
+    WEIGHT(me, p) = (number -> WEIGHT(me, p) : 0) + gradient
 }
 
 inline name(writing) {
@@ -365,6 +377,10 @@ swap:
     :: d_step { true -> crash_writing() } goto dead
     fi;
     if
+    :: d_step { true -> weigh() }
+    :: d_step { true -> crash_writing() } goto dead
+    fi;
+    if
     :: d_step { true -> name(0) }
     :: d_step { true -> crash_writing() } goto dead
     fi;
@@ -436,11 +452,15 @@ swap:
     fi;
 #endif
     d_step { store(1) };
-#ifdef FINE
+#ifdef BUG_WEIGHT_LATE
+    d_step { name(0) };
+    d_step { weigh(); done() };
+#elif defined(FINE)
+    d_step { weigh() };
     d_step { name(0) };
     d_step { done() };
 #else
-    d_step { name(0); done() };
+    d_step { weigh(); name(0); done() };
 #endif
     goto begin;
 #endif
@@ -562,6 +582,7 @@ inline collect_all() {
     do
     :: rank < WRITERS && USABLE(rank, p) ->
         collect(0); collect(1);
+        weight = weight + WEIGHT(rank, p);
         total = total + ARRIVED(rank, p);
         rank++
     :: rank < WRITERS && !USABLE(rank, p) -> rank++
@@ -579,10 +600,11 @@ inline collect_all() {
  * left, and nothing else. */
 inline check_sum() {
     assert(sum[0] == admitted[p] && sum[1] == admitted[p]);
+    assert(weight == admitted[p]);
     assert(DIVISOR == number - lost_in[p] && number == tally[p]);
     assert(resumed || number >= wanted);
     assert(!(taken & admitted[p]));
-    sum[0] = 0; sum[1] = 0; total = 0; rank = 0;
+    sum[0] = 0; sum[1] = 0; weight = 0; total = 0; rank = 0;
     read_now[p] = 0
 }
 
@@ -631,6 +653,8 @@ inline clear() {
     :: else
     fi;
     RECORD(rank, p) = 0;
+    /* Whatever it is: nobody reads it before it is written. */
+    WEIGHT(rank, p) = 0;
     rank++
 }
 
@@ -662,7 +686,7 @@ inline lose_taker() {
 
 proctype Taker(byte me) {
     short s;
-    byte takes, required, wanted, ticket, passed, number, rank, total, left;
+    byte takes, required, wanted, ticket, passed, number, rank, total, left, weight;
     byte sum[2];
     bit p, resumed, reduced, left_waiting, failed, nobody, nothing;
 
@@ -815,6 +839,14 @@ back:
     fi;
     if
     :: d_step { failed -> HAPPENS(a take gives up for want of gradients) } goto leave
+#ifdef TIMEOUTS
+    :: d_step {
+           failed && COUNT(STATE) ->
+           failed = 0; required = 1;
+           HAPPENS(a take goes on with what there is)
+       }
+       goto look
+#endif
 #ifdef LEAVE
     :: d_step { !failed -> HAPPENS(a quorum shrinks) } goto look
 #endif
@@ -872,7 +904,9 @@ await:
     do
     :: d_step { rank < WRITERS && !USABLE(rank, p) -> rank++ }
     :: d_step {
-           rank < WRITERS && USABLE(rank, p) -> total = total + ARRIVED(rank, p)
+           rank < WRITERS && USABLE(rank, p) ->
+           total = total + ARRIVED(rank, p);
+           weight = weight + WEIGHT(rank, p)
        };
        d_step { collect(0) };
        d_step { collect(1); rank++ }
@@ -954,8 +988,8 @@ dead:
            true ->
            lose_taker();
            s = 0; takes = 0; required = 0; wanted = 0; ticket = 0; passed = 0;
-           number = 0; rank = 0; total = 0; left = 0; sum[0] = 0; sum[1] = 0; p = 0;
-           resumed = 0; reduced = 0; left_waiting = 0; failed = 0; nobody = 0;
+           number = 0; rank = 0; total = 0; left = 0; weight = 0; sum[0] = 0; sum[1] = 0;
+           p = 0; resumed = 0; reduced = 0; left_waiting = 0; failed = 0; nobody = 0;
            nothing = 0
        }
     fi;

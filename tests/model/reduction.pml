@@ -15,7 +15,8 @@
  *
  * Abstractions: an input is the number of its call, and a stripe of the results is a
  * number and the set of the ranks that it counts; both are TORN while they are written.
- * Buckets are not modelled: ranks contribute all of them at once. Each rank learns of a
+ * The weight of a rank is like its input: it is written before the same word, and read
+ * after it. Buckets are not modelled: ranks contribute all of them at once. Each rank learns of a
  * death some time later, and no rank learns of one that does not happen. Memory is
  * sequentially consistent: see accumulator.pml. A look at the words of all ranks is one
  * step: those of the dead do not change, and the others only grow.

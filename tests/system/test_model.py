@@ -79,6 +79,7 @@ ACCUMULATOR = Model(
         "TIMEOUTS": {
             "a take gives up in line",
             "a take gives up for want of gradients",
+            "a take goes on with what there is",
             "a take gives up after closing",
             "a round is closed while its take gives up",
             "the caller fails",
@@ -88,6 +89,7 @@ ACCUMULATOR = Model(
     bugs={
         "LEAVE_EARLY": ("WRITERS=2 GRADS=2 FINE", "LINE[rank]==0"),
         "DONE_EARLY": ("WRITERS=2", "sum[1]==admitted[p]"),
+        "WEIGHT_LATE": ("WRITERS=2", "weight==admitted[p]"),
         "NO_DRAWING_WAIT": ("WRITERS=2", "head==0"),
         "BLIND_GIVE_UP": ("WRITERS=2 FINE TIMEOUTS", "(STATE>>6)==step_now"),
         "NOT_ON_RECORD": ("WRITERS=2 TIMEOUTS", "CLOSED=="),

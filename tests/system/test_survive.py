@@ -248,7 +248,7 @@ def test_a_node_is_lost_with_its_first_rank(survives, kind):
 
 @pytest.mark.parametrize(
     ("moment", "kind", "survives"),
-    every_pair(TAKE, ["slots", "sum"], ["memory"]),
+    every_second(every_pair(TAKE, ["slots", "sum"], ["memory"])),
     indirect=["survives"],
 )
 def test_takes_go_on(survives, kind, moment):
@@ -258,7 +258,7 @@ def test_takes_go_on(survives, kind, moment):
 @pytest.mark.skipif(not MPICH, reason="only MPICH can do without shared memory")
 @pytest.mark.parametrize(
     ("moment", "kind", "survives"),
-    every_pair(ASK_TAKE, ["slots", "sum"], ["messages"]),
+    every_second(every_pair(ASK_TAKE, ["slots", "sum"], ["messages"])),
     indirect=["survives"],
 )
 def test_takes_of_other_nodes_go_on(survives, kind, moment):

@@ -40,7 +40,7 @@ def check(found, parts, dtype, counts):
     union = np.unique(np.concatenate([indices for indices, _ in parts]))
     same_bits(found.indices, union)
     same_bits(found.values, dense(parts, dtype)[union + 2])
-    same_bits(found.counts, counts[union + 2])
+    same_bits(found.weights, counts[union + 2])
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, "f4", "f8", "i8"])
@@ -50,7 +50,7 @@ def test_repeated_rows_of_one_gradient_are_added_in_order(small, dtype, number):
     indices, values = random_rows(number, dtype=dtype)
 
     found = distinct(indices, values, wide)
-    check(found, [(indices, values)], wide, np.ones(10, np.int64))
+    check(found, [(indices, values)], wide, np.ones(10))
 
 
 def test_rows_that_ascend_are_not_copied():
@@ -58,14 +58,14 @@ def test_rows_that_ascend_are_not_copied():
     found = distinct(np.array([-1, 0, 7]), values, values.dtype)
 
     assert found.values is values
-    assert found.counts.tolist() == [1, 1, 1]
+    assert found.weights.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("number", [1, 2, 5])
 def test_gradients_are_added_in_their_order_and_counted(small, number):
     raw = [random_rows(each * 7, seed=each) for each in range(number)]
     parts = [distinct(*each, np.dtype("f4")) for each in raw]
-    counts = np.zeros(10, np.int64)
+    counts = np.zeros(10)
     for part in parts:
         counts[part.indices + 2] += 1
 
@@ -73,12 +73,12 @@ def test_gradients_are_added_in_their_order_and_counted(small, number):
     check(merged(parts), [(p.indices, p.values) for p in parts], np.float32, counts)
 
 
-def test_counts_of_sums_are_added():
+def test_weights_of_sums_are_added():
     one, two = np.array([1, 4]), np.array([4, 9])
     parts = [Rows(one, np.array([2, 3]), np.ones((2, 1)))]
     parts.append(Rows(two, np.array([5, 1]), np.ones((2, 1))))
 
-    assert merged(parts).counts.tolist() == [2, 8, 1]
+    assert merged(parts).weights.tolist() == [2, 8, 1]
     assert union_size(one, two) == 3
 
 
@@ -106,13 +106,13 @@ def test_any_rows_have_the_sums_of_a_dense_model(drawn):
         for each in drawn
     ]
     found = merged([distinct(*each, np.dtype("f8")) for each in raw])
-    counts = np.zeros(10, np.int64)
+    counts = np.zeros(10)
     for indices, _ in raw:
         counts[np.unique(indices) + 2] += 1
 
     union = np.flatnonzero(counts) - 2
     same_bits(found.indices, union)
-    same_bits(found.counts, counts[union + 2])
+    same_bits(found.weights, counts[union + 2])
     same_bits(found.values, dense(raw, "f8", 1)[union + 2])
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from hpcaccum.accumulator.state import Packing, Record, State
 from hpcaccum.accumulator.word_layout import WordLayout
+from hpcaccum.mpi import bits
 
 states = st.builds(
     State,
@@ -49,12 +50,13 @@ def test_limits_fill_the_word(shaped):
         st.integers(0, 1),
         st.integers(0, 2**10 - 1),
         st.integers(0, 1),
+        st.floats(0, exclude_min=True, allow_infinity=False),
     )
 )
-def test_record_is_one_word_and_never_nothing(record):
+def test_record_is_two_words_the_first_never_nothing(record):
     word = record.word()
 
-    assert Record.of(word) == record
+    assert Record.of(word, bits(record.weight)) == record
     assert word < 2**63
     if record.number or record.adding:
         assert word != 0

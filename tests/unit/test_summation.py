@@ -45,12 +45,37 @@ def test_any_number_of_threads_gives_the_same_bits(small, threads, number, dtype
         same_bits(out, in_order(parts, divisor, wide))
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+@pytest.mark.parametrize(
+    "factors", [[2.5], [1, 0.3], [0.3, 1, 7], [0.3, 2, 1, 7, 0.1]], ids=str
+)
+def test_a_part_counts_with_its_factor(small, threads, dtype, factors):
+    parts = vectors(len(factors), dtype=dtype)
+    wide = np.result_type(dtype, np.float32).type
+    products = [
+        part.astype(wide) * wide(factor)
+        for part, factor in zip(parts, factors, strict=True)
+    ]
+    for divisor in (1, sum(factors), 0.5, 4.0):
+        out = np.full(1001, np.nan, wide)
+        add_in_order(parts, out, divisor, threads, factors)
+        same_bits(out, in_order(products, divisor, wide))
+
+
+def test_a_sum_may_be_added_to_in_place(small):
+    first, second = vectors(2)
+    expected = first * np.float32(0.3) + second * np.float32(7)
+    add_in_order([first, second], first, factors=[0.3, 7])
+    same_bits(first, expected)
+
+
 def test_each_thread_has_its_share(small, monkeypatch):
     used, add = [], module._add_chunks
 
-    def watched(parts, out, divisor):
+    def watched(parts, out, *rest):
         used.append(out.size)
-        add(parts, out, divisor)
+        add(parts, out, *rest)
 
     monkeypatch.setattr(module, "_add_chunks", watched)
     add_in_order(vectors(2), np.empty(1001, np.float32), 1, 4)
@@ -64,7 +89,7 @@ def test_each_thread_has_its_share(small, monkeypatch):
 
 
 def test_error_of_a_thread_is_raised(small, monkeypatch):
-    def broken(parts, out, divisor):
+    def broken(parts, out, *rest):
         if out.size == 500:
             raise MemoryError("of a thread")
 

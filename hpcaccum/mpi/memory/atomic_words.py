@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import struct
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,18 @@ if TYPE_CHECKING:
 
 # No word of the package has this value.
 _NEVER = -(1 << 63)
+
+
+def bits(number: float) -> int:
+    """Return a float as a word; that of a positive one is positive."""
+    word: int = struct.unpack("q", struct.pack("d", number))[0]
+    return word
+
+
+def number_of(word: int) -> float:
+    """Return the float of a word."""
+    number: float = struct.unpack("d", struct.pack("q", word))[0]
+    return number
 
 
 class _Scratch(threading.local):
