@@ -38,7 +38,7 @@ from hpcaccum.accumulator.shapes import (
     ShapePolicy,
     ShapeTable,
 )
-from hpcaccum.accumulator.state import Packing, Record, State
+from hpcaccum.accumulator.state import Packing, Record, State, admits
 from hpcaccum.accumulator.ticket_lock import TicketLock
 from hpcaccum.accumulator.word_layout import WordLayout
 from hpcaccum.errors import InvalidArgumentError, format_ranks
@@ -206,7 +206,7 @@ class AdmissionProtocol:
         self, grad: Any, local_step: int, state: State
     ) -> int | None:
         """Return the number of the gradient's shape; None if it is not admitted."""
-        if local_step < state.step or self.is_full(state):
+        if not admits(state.step, local_step) or self.is_full(state):
             return None
         return self.shapes.number(grad, state.shape)
 
@@ -216,7 +216,7 @@ class AdmissionProtocol:
 
     def _refuse(self, grad: Any, local_step: int, state: State) -> Admitted | None:
         """Return or raise the reason why a gradient is not admitted to ``state``."""
-        if local_step < state.step:
+        if not admits(state.step, local_step):
             return Receipt(False, local_step, state.step), state.parity, 0
         if self.shapes.number(grad, state.shape) is None:
             raise self.shapes.misfit(grad, state.shape)
@@ -236,7 +236,7 @@ class AdmissionProtocol:
         """
         if ask or self.words.direct:
             self._seen = self.state()
-        return local_step < self._seen.step
+        return not admits(self._seen.step, local_step)
 
     # Intents
 

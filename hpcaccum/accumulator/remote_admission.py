@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpcaccum.accumulator.receipts import Receipt
-from hpcaccum.accumulator.state import Record
+from hpcaccum.accumulator.state import Record, admits
 from hpcaccum.nodes import Calls
 from hpcaccum.spans import traced
 
@@ -113,7 +113,7 @@ class RemoteAdmission(Calls):
         while True:
             state = protocol.state()
             step, parity = state.step, state.parity
-            if local_step < step:
+            if not admits(step, local_step):
                 protocol.counters.count_for(rank, Receipt(False, local_step, step))
                 return False, step, parity, 0, 0, False
             index = protocol.record_index(parity, rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from hpcaccum.accumulator import Counters, Membership, Receipt, WordLayout
+from hpcaccum.accumulator import Counters, Membership, Receipt, WordLayout, admits
 from hpcaccum.errors import EverybodyLeftError, format_ranks
 from hpcaccum.mpi import AtomicWords
 
@@ -93,7 +93,7 @@ class UpdateQueue:
         if self._max_lag == math.inf:
             self._set_intent(rank, 1 + step)
             return Receipt(True, local_step, self.words.fetch_add(_STEP, 1))
-        while step - local_step <= self._max_lag:
+        while admits(step, local_step, self._max_lag):
             self._set_intent(rank, 1 + step)
             found = self.words.compare_and_swap(_STEP, step, step + 1)
             if found == step:

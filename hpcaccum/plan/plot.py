@@ -1,0 +1,64 @@
+"""The picture: samples a second over ranks, and the lags."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.plan.advice import label
+from hpcaccum.plots import (
+    COLORS,
+    add_legend,
+    group_by,
+    make_figure,
+    save_figure,
+    set_ticks,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from hpcaccum.plan.simulation import Prediction
+
+_LAGS = "share of gradients with this lag or a larger one, {} ranks"
+
+
+def draw(found: Sequence[Prediction], title: str, path: Path) -> None:
+    """Draw a panel of speeds and one of lags, of the largest number of ranks."""
+    figure, (speeds, lags) = make_figure(2, title)
+    groups = group_by(found, _name)
+    for place, (name, some) in enumerate(groups.items()):
+        style: dict[str, Any] = {
+            "color": COLORS[place % len(COLORS)],
+            "linestyle": ("-", "--", ":", "-.")[place // len(COLORS) % 4],
+        }
+        ranks = [each.setting.ranks for each in some]
+        samples = [each.means["samples_per_second"] for each in some]
+        speeds.plot(ranks, samples, marker="o", markersize=4, **style)
+        counts = np.array(some[-1].lags)
+        late = counts[::-1].cumsum()[::-1] / counts.sum()
+        lags.step(np.arange(len(late)), late, where="mid", label=name, **style)
+    most = found[-1].setting.ranks
+    speeds.set(xlabel="ranks", title="samples/s of gradients that count")
+    sizes = sorted({each.setting.ranks for each in found})
+    if len(sizes) > 1:
+        speeds.set(xscale="log", yscale="log")
+    set_ticks(speeds.xaxis, sizes, "{:g}".format)
+    lags.set(xlabel="lag in updates", title=_LAGS.format(most), ylim=(0, 1.05))
+    add_legend(lags)
+    save_figure(figure, path)
+
+
+def _name(each: Prediction) -> str:
+    """Return what a line is called: a strategy, and what does not grow with ranks."""
+    setting = each.setting
+    text = label(setting)
+    if setting.quorum is not None:
+        text = text.replace(
+            f"quorum {setting.quorum}", f"quorum {setting.quorum / setting.ranks:.0%}"
+        )
+    if setting.strategy == "drop-stale" and setting.staleness == 2 * setting.ranks:
+        text = text.replace(f"staleness {setting.staleness:g}", "staleness 2n")
+    return f"{setting.strategy} {text}".strip()
