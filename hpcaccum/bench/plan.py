@@ -137,7 +137,7 @@ def _train(setting: Setting, seconds: float, comm: Any) -> float:
         time.sleep(_SLEEP)
         return 0.0, grads
 
-    rule, opt = SGD(0.1), None
+    rule, opt = SGD(0.1), None  # type: Any, Any
     if setting.strategy == "cross-shard":
         opt = CrossShardOptimizer(rule, comm=comm)
     elif setting.strategy == "sync-replicas":

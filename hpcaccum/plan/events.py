@@ -71,12 +71,11 @@ class Events:
         self._starts = [0.0] * n
         bounds = np.searchsorted(setting.node_of, np.arange(setting.nodes + 1)).tolist()
         self._versions = [
-            Versions(self._starts, range(*ends))
-            for ends in itertools.pairwise(bounds)
+            Versions(self._starts, range(*ends)) for ends in itertools.pairwise(bounds)
         ]
         drawn = draws.draw(np.arange(n), _AT_A_TIME * setting.steps)
         drawn = drawn.reshape(n, _AT_A_TIME, setting.steps).sum(axis=2)
-        self._drawn = [iter(each) for each in drawn.tolist()]
+        self._drawn: list[Iterator[float]] = [iter(each) for each in drawn.tolist()]
         self._computing, self._took = [0.0] * n, [0.0] * n
         self._heap = list[tuple[float, int]]()
         for rank in range(n):
@@ -94,8 +93,8 @@ class Events:
 
     def _begin(self, rank: int, start: float) -> float:
         """Begin a gradient; return when it arrives."""
-        drawn = next(self._drawn[rank], None)
-        if drawn is None:
+        drawn = next(self._drawn[rank], -1.0)
+        if drawn < 0:
             steps = self._setting.steps
             more = self._draws.draw(np.array([rank]), _AT_A_TIME * steps)
             sums = more.reshape(_AT_A_TIME, steps).sum(axis=1).tolist()
@@ -103,8 +102,8 @@ class Events:
             drawn = next(self._drawn[rank])
         self._starts[rank], self._took[rank] = start, drawn
         machine = self._machine
-        arrives = start + drawn + machine.call / 2 + machine.moved(self._setting)
-        return arrives + machine.latency if self._node_of[rank] else arrives
+        away = machine.latency if self._node_of[rank] else 0.0
+        return start + drawn + machine.call / 2 + machine.moved(self._setting) + away
 
     def run(self, updates: int, warm_up: int) -> Outcome:
         """Simulate updates; those of the warm-up are not counted."""

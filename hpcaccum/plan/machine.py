@@ -44,7 +44,7 @@ class Machine:
             was not.
     """
 
-    call: float = 300e-6
+    call: float = 1e-3
     turn: float = 20e-6
     update: float = 200e-6
     reduce: float = 100e-6

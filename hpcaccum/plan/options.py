@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpcaccum import option_values as values
 from hpcaccum.dtypes import float_dtype
@@ -17,8 +17,7 @@ from hpcaccum.plan.machine import machine
 from hpcaccum.plan.setting import STRATEGIES, Setting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from typing import Any
+    from collections.abc import Iterator
 
 _POWERS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
 # Bytes of parameters from which on servers="auto" takes several.
@@ -56,37 +55,30 @@ def parameters(text: str) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all options to the parser."""
+    group = parser.add_argument_group("the job")
 
-    def add(
-        group: argparse._ArgumentGroup,
-        name: str,
-        kind: Callable[[str], Any],
-        default: Any,
-        metavar: str,
-        text: str,
-    ) -> None:
+    def add(name: str, kind: Any, metavar: str, default: Any, text: str) -> None:
         group.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
 
-    job = parser.add_argument_group("the job")
     text = "ranks, such as 32, 4,6 or 4:1024, which doubles them"
-    job.add_argument("--ranks", type=counts, required=True, metavar="N", help=text)
-    add(job, "--nodes", values.count, 1, "N", "nodes, with a block of ranks each (1)")
+    group.add_argument("--ranks", type=counts, required=True, metavar="N", help=text)
     text = "time of a gradient: 30ms, 'normal 30ms 3ms', 'lognormal 30ms 0.3', whose "
     text += "mean is 30ms, 'exponential 30ms', or a file of times or of train --trace; "
     text += "then, after a ; each: '6%% x3' or '6%% x2-10' of the gradients, 'rank 7 "
     text += "+45ms', 'node 2,3 x1.5', 'failures 0.01/h restart 5m' of each node"
-    job.add_argument(
+    group.add_argument(
         "--compute", type=compute, required=True, metavar="TEXT", help=text
     )
+    add("--nodes", values.count, "N", 1, "nodes, with a block of ranks each (1)")
     text = "what bench plan --json wrote, or latency and rate of a node and between "
-    text += "nodes, such as '1us 25GB/s; 2us 12GB/s' (a usual node)"
-    add(job, "--network", machine, None, "TEXT", text)
-    add(job, "--parameters", parameters, 10**6, "N", "parameters, such as 25M (1M)")
-    add(job, "--dtype", str, "float32", "DTYPE", "of the parameters (float32)")
-    add(job, "--batch", values.count, 1, "N", "samples of one gradient (1)")
+    text += "nodes, such as '1us 25GB/s; 2us 12GB/s' (those of a usual node)"
+    add("--network", machine, "TEXT", None, text)
+    add("--parameters", parameters, "N", 10**6, "parameters, such as 25M (1M)")
+    add("--dtype", str, "DTYPE", "float32", "of the parameters (float32)")
+    add("--batch", values.count, "N", 1, "samples of one gradient (1)")
 
-    tried = parser.add_argument_group("what is tried, each with each")
-    tried.add_argument(
+    group = parser.add_argument_group("what is tried, each with each")
+    group.add_argument(
         "--strategy",
         choices=(*STRATEGIES, "all"),
         nargs="+",
@@ -94,27 +86,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="(all)",
     )
     text = "gradients in an update: of sync-replicas (some, from 3/4 of the ranks on), "
-    add(tried, "--quorum", counts, None, "N", f"{text}and of local-steps (none)")
+    add("--quorum", counts, "N", None, f"{text}and of local-steps (none)")
     text = "largest lag that counts: of drop-stale (twice the ranks), and of "
-    add(tried, "--staleness", _lags, None, "N", f"{text}local-steps (any)")
+    add("--staleness", _lags, "N", None, f"{text}local-steps (any)")
     text = "gradients between pushes of agn and local-steps (10)"
-    add(tried, "--period", counts, [10], "N", text)
+    add("--period", counts, "N", [10], text)
     text = "local-steps: parts of the parameters, pushed in turns (1)"
-    add(tried, "--fragments", counts, [1], "N", text)
+    add("--fragments", counts, "N", [1], text)
     text = "with a quorum, a gradient of the previous round joins the open one"
-    tried.add_argument("--lateness", action="store_true", help=text)
-    text = "servers, on different nodes, or auto (1)"
-    add(tried, "--servers", _servers, [1], "N", text)
+    group.add_argument("--lateness", action="store_true", help=text)
+    add("--servers", _servers, "N", [1], "servers, on different nodes, or auto (1)")
 
-    runs = parser.add_argument_group("simulation and output")
+    group = parser.add_argument_group("simulation and output")
     text = "updates of a simulation; more if each gradient makes one (1000)"
-    add(runs, "--updates", values.count, 1000, "N", text)
+    add("--updates", values.count, "N", 1000, text)
     text = "simulations of each setting, for the intervals (5)"
-    add(runs, "--repeats", values.count, 5, "N", text)
-    add(runs, "--seed", values.whole, 0, "N", "of the random numbers (0)")
-    add(runs, "--json", Path, None, "FILE", "write a JSON line for each setting")
-    text = "draw samples a second and lags"
-    add(runs, "--plot", values.picture, None, "FILE.png", text)
+    add("--repeats", values.count, "N", 5, text)
+    add("--seed", values.whole, "N", 0, "of the random numbers (0)")
+    add("--json", Path, "FILE", None, "write a JSON line for each setting")
+    text = f"draw samples a second and lags ({', '.join(values.PICTURES)})"
+    add("--plot", values.picture, "FILE", None, text)
 
 
 def _lags(text: str) -> list[int]:
@@ -149,28 +140,26 @@ def _options(
         yield {}
         return
     auto, joins = nodes if nbytes >= _LARGE else 1, int(args.lateness)
-    tried: dict[str, list[Any]] = {"servers": [each or auto for each in args.servers]}
-    if max(tried["servers"]) > nodes:
+    tried: dict[str, Any] = {"servers": [each or auto for each in args.servers]}
+    if (most := max(tried["servers"])) > nodes:
         raise InvalidArgumentError(
-            f"--servers: {max(tried['servers'])} servers need as many nodes; {ranks} "
-            f"ranks are on {nodes}"
+            f"--servers: {most} servers need as many nodes; {ranks} ranks have {nodes}"
         )
     if strategy == "sync-replicas":
         usual = [max(1, round(part * ranks)) for part in _QUORUMS]
-        tried["quorum"], tried["staleness"] = args.quorum or usual, [joins]
-    if strategy == "drop-stale":
-        tried["staleness"] = [2 * ranks] if args.staleness is None else args.staleness
-    if strategy in ("agn", "local-steps"):
+        tried.update(quorum=args.quorum or usual, staleness=[joins])
+    elif strategy == "drop-stale":
+        tried["staleness"] = args.staleness or [2 * ranks]
+    else:
         tried["period"] = args.period
     if strategy == "local-steps":
+        lag = args.staleness or [joins if args.quorum else math.inf]
+        tried.update(quorum=args.quorum or [None], staleness=lag)
         tried["fragments"] = args.fragments
-        tried["quorum"] = args.quorum or [None]
-        any_lag = [joins if args.quorum else math.inf]
-        tried["staleness"] = any_lag if args.staleness is None else args.staleness
-        if max(args.fragments) > min(args.period):
+        if (most := max(args.fragments)) > min(args.period):
             raise InvalidArgumentError(
-                f"--fragments must be at most --period, got {max(args.fragments)} "
-                f"and {min(args.period)}"
+                f"--fragments must be at most --period, got {most} and "
+                f"{min(args.period)}"
             )
     for chosen in itertools.product(*tried.values()):
         yield dict(zip(tried, chosen, strict=True))

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.plan.advice import label
 from hpcaccum.plots import (
     COLORS,
     add_legend,
@@ -52,13 +51,9 @@ def draw(found: Sequence[Prediction], title: str, path: Path) -> None:
 
 
 def _name(each: Prediction) -> str:
-    """Return what a line is called: a strategy, and what does not grow with ranks."""
-    setting = each.setting
-    text = label(setting)
+    """Return what a line is called: what does not grow with ranks."""
+    setting, text = each.setting, each.setting.name
     if setting.quorum is not None:
-        text = text.replace(
-            f"quorum {setting.quorum}", f"quorum {setting.quorum / setting.ranks:.0%}"
-        )
-    if setting.strategy == "drop-stale" and setting.staleness == 2 * setting.ranks:
-        text = text.replace(f"staleness {setting.staleness:g}", "staleness 2n")
-    return f"{setting.strategy} {text}".strip()
+        share = setting.quorum / setting.ranks
+        text = text.replace(f"quorum {setting.quorum}", f"quorum {share:.0%}")
+    return text.replace(f"staleness {2 * setting.ranks}", "staleness 2n")

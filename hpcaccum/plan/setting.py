@@ -55,6 +55,27 @@ class Setting:
         return max(1, self.period // self.fragments)
 
     @property
+    def name(self) -> str:
+        """The strategy and its options, in words."""
+        words = [self.strategy]
+        if self.quorum is not None:
+            words.append(f"quorum {self.quorum}")
+        if self.strategy in ("agn", "local-steps"):
+            words.append(f"period {self.period}")
+        if self.fragments > 1:
+            words.append(f"fragments {self.fragments}")
+        if self.quorum is None and math.isfinite(self.staleness):
+            words.append(f"staleness {self.staleness:g}")
+        if self.servers > 1:
+            words.append(f"servers {self.servers}")
+        return " ".join(words)
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether an update waits for several gradients."""
+        return self.quorum is not None or not self.has_server
+
+    @property
     def has_server(self) -> bool:
         """Whether updates are made by a parameter server."""
         return self.strategy != "cross-shard"

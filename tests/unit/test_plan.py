@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
-import statistics
 
 import numpy as np
 import pytest
@@ -97,10 +96,13 @@ def test_a_trace_has_the_times_of_each_rank(tmp_path):
         ("", "the first term must be a time such as 30ms"),
         ("30", "the first term must be a time such as 30ms"),
         ("gamma 30ms", "the first term must be a time such as 30ms"),
-        ("normal 30ms", "'normal' needs MEAN and DEVIATION, got 'normal 30ms'"),
-        ("normal 30ms 0.1", "DEVIATION of 'normal' must be a time such as 30ms"),
-        ("lognormal 30 0.1", "MEAN of 'lognormal' must be a time such as 30ms"),
-        ("lognormal 30ms 3ms", "SIGMA of 'lognormal', that of the logarithm, must be a"),
+        ("normal 30ms", "normal needs MEAN DEVIATION, got 'normal 30ms'"),
+        ("normal 30ms 0.1", "DEVIATION of normal must be a time such as 30ms"),
+        ("lognormal 30 0.1", "MEAN of lognormal must be a time such as 30ms"),
+        (
+            "lognormal 30ms 3ms",
+            "SIGMA of lognormal, the deviation of the logarithm, must",
+        ),
         ("30ms; 6%", "term 2, '6%', must be '6% x3' or '6% x2-10'"),
         ("30ms; 160% x3", "term 2, '160% x3', must be '6% x3'"),
         ("30ms; 6% x3; rank 7", "term 3, 'rank 7', must be '6% x3'"),
@@ -244,7 +246,7 @@ def test_a_seed_gives_the_same_again(strategy):
 
 def test_the_command_writes_a_line_for_each_setting(tmp_path, capsys):
     path = tmp_path / "plan.json"
-    words = "plan --ranks 4,8 --updates 200 --repeats 2 --quorum 3 --json"
+    words = "plan --ranks 4,8 --updates 100 --repeats 2 --quorum 3 --json"
 
     assert cli.main([*words.split(), str(path), "--compute", "30ms; 6% x3"]) == 0
 
@@ -260,9 +262,7 @@ def test_the_command_writes_a_line_for_each_setting(tmp_path, capsys):
     assert all(wanted <= set(row) for row in rows)
     low, high = rows[1]["intervals"]["dropped"]
     assert low <= rows[1]["dropped"] <= high
-    printed = capsys.readouterr().out
-    assert "8 ranks: " in printed
-    assert statistics.median(map(len, printed.splitlines())) < 140
+    assert "\n8 ranks, every update waits: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,10 @@ def test_the_command_writes_a_line_for_each_setting(tmp_path, capsys):
     [
         (["--compute", "30"], "argument --compute: the first term must be a time"),
         (["--compute", "30ms", "--ranks", "8:4"], "argument --ranks: must be"),
-        (["--compute", "30ms; rank 8 x2"], "--compute: rank 8 does not exist: of 4"),
+        (
+            ["--compute", "30ms; rank 8 x2"],
+            "--compute: rank 8 does not exist; the last",
+        ),
         (["--compute", "30ms", "--servers", "2"], "--servers: 2 servers need as many"),
     ],
 )
