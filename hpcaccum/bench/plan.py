@@ -44,9 +44,9 @@ _SIZES = (1 << 12, 1 << 22)
 # Seconds between two looks of a rank that does not take part.
 _NAP = 10e-3
 # Steps of the fit; what a cost is multiplied by to find its derivative; damping.
-_STEPS, _CHANGE, _DAMPING = 12, 1.1, 1e-3
+_STEPS, _CHANGE, _DAMPING = 8, 1.1, 1e-3
 # Updates of a simulation.
-_UPDATES = 200
+_UPDATES = 60
 
 
 class Measured(NamedTuple):
@@ -84,7 +84,7 @@ def _run(seconds: float, group: Group, output: JsonLines) -> None:
         return
     costs = fit(measured, len(group.nodes) > 1, max(map(len, group.nodes)))
     took = [_simulated(each.setting, costs) for each in measured]
-    rows, residuals = list[Sequence[str]](), list[dict[str, Any]]()
+    rows, residuals = list[tuple[str, ...]](), list[dict[str, Any]]()
     for (setting, real), found in zip(measured, took, strict=True):
         times = time_text(1e6 * real), time_text(1e6 * found)
         size = str(setting.ranks), str(setting.nodes), size_text(setting.nbytes)

@@ -72,8 +72,9 @@ def words(predictions: Sequence[Prediction], compute: Compute) -> Iterator[str]:
             f"{compute.availability(last.nodes):.1%} of the time is left to train"
         )
     for each in predictions:
+        who = f"{counted(each.setting.ranks, 'rank')}, {each.setting.name}"
         for remark in _remarks(each):
-            yield f"{counted(each.setting.ranks, 'rank')}, {each.setting.name}: {remark}"
+            yield f"{who}: {remark}"
 
 
 def _best(found: Sequence[Prediction], base: Prediction) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from bisect import bisect_right
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from hpcaccum.deadline import nap_after
 from hpcaccum.plan.setting import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from hpcaccum.plan.compute import Draws
     from hpcaccum.plan.machine import Machine
@@ -65,7 +65,7 @@ class Events:
     def __init__(
         self, setting: Setting, machine: Machine, draws: Draws, rng: np.random.Generator
     ) -> None:
-        self._setting, self._machine, self._rng = setting, machine, rng
+        self._setting, self._machine = setting, machine
         self._draws, n = draws, setting.ranks
         self._node_of = setting.node_of.tolist()
         self._starts = [0.0] * n
@@ -77,19 +77,20 @@ class Events:
         drawn = drawn.reshape(n, _AT_A_TIME, setting.steps).sum(axis=2)
         self._drawn: list[Iterator[float]] = [iter(each) for each in drawn.tolist()]
         self._computing, self._took = [0.0] * n, [0.0] * n
+        self._uniform = self._random(rng.random)
+        self._exponential = self._random(rng.standard_exponential)
         self._heap = list[tuple[float, int]]()
         for rank in range(n):
             self._heap.append((self._begin(rank, 0.0), rank))
         heapq.heapify(self._heap)
-        self._uniform = self._uniforms()
         self._step, self._lags, self._dropped = 0, [0] * 32, 0
         # Until when each is busy; how long they were.
         self._word = self._inward = self._server = self._outward = 0.0
         self._served = self._carried = self._since_pull = 0.0
 
-    def _uniforms(self) -> Iterator[float]:
+    def _random(self, draw: Callable[[int], Any]) -> Iterator[float]:
         while True:
-            yield from self._rng.random(4096).tolist()
+            yield from draw(4096).tolist()
 
     def _begin(self, rank: int, start: float) -> float:
         """Begin a gradient; return when it arrives."""
@@ -103,7 +104,8 @@ class Events:
         self._starts[rank], self._took[rank] = start, drawn
         machine = self._machine
         away = machine.latency if self._node_of[rank] else 0.0
-        return start + drawn + machine.call / 2 + machine.moved(self._setting) + away
+        calls = machine.call * next(self._exponential)
+        return start + drawn + calls + machine.moved(self._setting) + away
 
     def run(self, updates: int, warm_up: int) -> Outcome:
         """Simulate updates; those of the warm-up are not counted."""
@@ -153,7 +155,7 @@ class Events:
             self._dropped += 1
             there, late = self._useful(now, node), 0.0
         machine = self._machine
-        start = there + late + machine.call / 2 + machine.moved(self._setting)
+        start = there + late + machine.moved(self._setting)
         heapq.heapreplace(self._heap, (self._begin(rank, start), rank))
 
     def _update(self, now: float, node: int) -> float:

@@ -20,7 +20,11 @@ _AT_A_TIME = 1 << 20
 
 
 def allreduces(
-    setting: Setting, machine: Machine, draws: Draws, updates: int
+    setting: Setting,
+    machine: Machine,
+    draws: Draws,
+    updates: int,
+    rng: np.random.Generator,
 ) -> Outcome:
     """Simulate updates for which all ranks wait for each other."""
     n, computing, seconds = setting.ranks, np.zeros(setting.ranks), 0.0
@@ -29,12 +33,13 @@ def allreduces(
         count = min(left, max(1, _AT_A_TIME // n))
         drawn = draws.draw(everybody, count)
         computing += drawn.sum(axis=1)
+        drawn += rng.exponential(machine.call, drawn.shape)
         longest = drawn.max(axis=0)
         # The first that has waited notices last that all have arrived.
         late = napped(longest - drawn.min(axis=0), np.full(count, n / (n + 1)))
         seconds += float((longest + late).sum())
         left -= count
-    took = machine.reducing(setting) + machine.call
+    took = machine.reducing(setting)
     seconds += updates * took
     crossing = 2 * (setting.nodes - 1) / setting.nodes * setting.nbytes / machine.link
     lags = np.array([n * updates])
@@ -57,7 +62,7 @@ class Rounds:
         assert setting.quorum is not None
         self._quorum, self._share = setting.quorum, -(-setting.quorum // n)
         self._everybody, self._node_of = np.arange(n), setting.node_of
-        self._push = machine.call / 2 + machine.moved(setting)
+        self._push = machine.moved(setting)
         # Sums come to the servers from all other nodes, and parameters go back.
         others = setting.nodes - 1
         self._across = others * machine.crossing(setting)
@@ -74,7 +79,8 @@ class Rounds:
     def _next(self, ranks: Ints, begin: Floats) -> tuple[Floats, Floats]:
         """Return when gradients arrive that are begun at some times; and their time."""
         drawn = self._draws.draw(ranks, self._setting.steps).sum(axis=1)
-        return begin + drawn + self._push, drawn
+        calls = self._rng.exponential(self._machine.call, len(ranks))
+        return begin + drawn + calls + self._push, drawn
 
     def run(self, updates: int, warm_up: int) -> Outcome:
         """Simulate updates; those of the warm-up are not counted."""
@@ -116,7 +122,7 @@ class Rounds:
         stale = self._everybody[~fresh & (self._arrives < closes)]
         if stale.size:
             begin = np.maximum(self._arrives[stale], self._published)
-            again = self._next(stale, begin + self._machine.call / 2)
+            again = self._next(stale, begin)
             self._fill(arrives, took, stale, *again)
             closes, _ = self._closing(arrives)
             begun = self._arrives[stale] < closes
@@ -134,8 +140,7 @@ class Rounds:
         """Set what ranks give to this round, as long as it is open."""
         for place in range(self._share):
             if place:
-                begin = first + self._machine.call / 2
-                first, drawn = self._next(ranks, begin)
+                first, drawn = self._next(ranks, first)
             arrives[ranks, place], took[ranks, place] = first, drawn
 
     def _closing(self, arrives: Floats) -> tuple[float, Ints]:
@@ -171,7 +176,7 @@ class Rounds:
         self._step += 1
         waits = self._everybody[done]
         began = napped(self._published - arrives[waits, -1], uniform(waits.size))
-        began += self._published + machine.call / 2
+        began += self._published
         began += waits.size * machine.moved(setting)
         began += self._across * (self._node_of[waits] > 0)
         self._arrives[waits], self._took[waits] = self._next(waits, began)

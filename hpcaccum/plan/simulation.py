@@ -38,7 +38,7 @@ def simulate(
     rng = np.random.default_rng(seed)
     draws = Draws(compute, setting.node_of, rng)
     if not setting.has_server:
-        return allreduces(setting, machine, draws, updates)
+        return allreduces(setting, machine, draws, updates, rng)
     kind: type[Rounds | Events] = Rounds
     if setting.quorum is None:
         kind, updates = Events, max(updates, _LEAST_GRADIENTS * setting.ranks)
