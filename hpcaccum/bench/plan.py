@@ -41,12 +41,14 @@ if TYPE_CHECKING:
 # Seconds of a gradient, for each of these sizes.
 _SLEEP = 5e-3
 _SIZES = (1 << 12, 1 << 22)
+# Steps that are measured, at least; those of the warm-up.
+_LEAST = 5
 # Seconds between two looks of a rank that does not take part.
 _NAP = 10e-3
 # Steps of the fit; what a cost is multiplied by to find its derivative; damping.
 _STEPS, _CHANGE, _DAMPING = 8, 1.1, 1e-3
 # Updates of a simulation.
-_UPDATES = 60
+_UPDATES = 100
 
 
 class Measured(NamedTuple):
@@ -145,17 +147,20 @@ def _train(setting: Setting, seconds: float, comm: Any) -> float:
     else:
         opt = DropStaleGradientOptimizer(rule, 1 << 30, comm=comm)
     opt.initialize([var])
-    took = 0.0
-    for warm in True, False:
-        comm.Barrier()
-        begun = time.perf_counter()
-        count = 5 if warm else max(5, round(seconds / took))
+
+    def steps(count: int) -> Any:
+        took = []
         for _ in range(count):
+            begun = time.perf_counter()
             opt.minimize(loss)
-        comm.Barrier()
-        took = comm.bcast((time.perf_counter() - begun) / count)
+            took.append(time.perf_counter() - begun)
+        # Other programs disturb the mean, but not the median.
+        return np.median(comm.allgather(np.median(took)))
+
+    took = steps(_LEAST)
+    took = steps(max(_LEAST, round(seconds / took)))
     opt.free()
-    return took
+    return float(took)
 
 
 def _simulated(setting: Setting, costs: Machine) -> float:

@@ -49,7 +49,7 @@ class Machine:
     turn: float = 20e-6
     update: float = 200e-6
     reduce: float = 100e-6
-    copy: float = 10e9
+    copy: float = 20e9
     latency: float = 50e-6
     link: float = 10e9
     ranks: int = 0

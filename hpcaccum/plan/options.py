@@ -145,6 +145,8 @@ def _options(
         raise InvalidArgumentError(
             f"--servers: {most} servers need as many nodes; {ranks} ranks have {nodes}"
         )
+    if (most := max(args.quorum or [0])) > ranks:
+        raise InvalidArgumentError(f"--quorum: {most} is more than {ranks} ranks")
     if strategy == "sync-replicas":
         usual = [max(1, round(part * ranks)) for part in _QUORUMS]
         tried.update(quorum=args.quorum or usual, staleness=[joins])

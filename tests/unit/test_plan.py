@@ -190,13 +190,6 @@ def test_rounds_are_those_of_the_accumulator(quorum):
     assert not found.doubts
 
 
-def test_a_quorum_of_more_than_the_ranks_takes_several_gradients_of_each():
-    found = predicted("sync-replicas", 4, "30ms", quorum=8, staleness=0)
-
-    assert 1 / found.means["updates_per_second"] == pytest.approx(0.06, rel=0.03)
-    assert found.means["dropped"] == 0
-
-
 def test_all_wait_for_the_slowest_rank():
     found = predicted("cross-shard", 8, "30ms; rank 3 x2")
 
@@ -274,6 +267,7 @@ def test_the_command_writes_a_line_for_each_setting(tmp_path, capsys):
             ["--compute", "30ms; rank 8 x2"],
             "--compute: rank 8 does not exist; the last",
         ),
+        (["--compute", "30ms", "--quorum", "5"], "--quorum: 5 is more than 4 ranks"),
         (["--compute", "30ms", "--servers", "2"], "--servers: 2 servers need as many"),
     ],
 )
