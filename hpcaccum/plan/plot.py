@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,27 +25,28 @@ _LAGS = "share of gradients with this lag or a larger one, {} ranks"
 
 
 def draw(found: Sequence[Prediction], title: str, path: Path) -> None:
-    """Draw a panel of speeds and one of lags, of the largest number of ranks."""
+    """Draw a panel of speeds and one of lags, those of the most ranks."""
     figure, (speeds, lags) = make_figure(2, title)
-    groups = group_by(found, _name)
-    for place, (name, some) in enumerate(groups.items()):
-        style: dict[str, Any] = {
-            "color": COLORS[place % len(COLORS)],
-            "linestyle": ("-", "--", ":", "-.")[place // len(COLORS) % 4],
-        }
-        ranks = [each.setting.ranks for each in some]
+    sizes = sorted({each.setting.ranks for each in found})
+    for place, (name, some) in enumerate(group_by(found, _name).items()):
+        color = COLORS[place % len(COLORS)]
+        line = ("-", "--", ":")[place // len(COLORS) % 3]
         samples = [each.means["samples_per_second"] for each in some]
-        speeds.plot(ranks, samples, marker="o", markersize=4, **style)
+        if len(sizes) > 1:
+            ranks = [each.setting.ranks for each in some]
+            speeds.plot(ranks, samples, line, marker="o", markersize=4, color=color)
+        else:
+            speeds.bar(place, samples, color=color, width=0.7)
         counts = np.array(some[-1].lags)
         late = counts[::-1].cumsum()[::-1] / counts.sum()
-        lags.step(np.arange(len(late)), late, where="mid", label=name, **style)
-    most = found[-1].setting.ranks
-    speeds.set(xlabel="ranks", title="samples/s of gradients that count")
-    sizes = sorted({each.setting.ranks for each in found})
+        lags.plot(late, line, color=color, label=name, drawstyle="steps-mid")
+    speeds.set(title="samples/s of gradients that count")
     if len(sizes) > 1:
-        speeds.set(xscale="log", yscale="log")
-    set_ticks(speeds.xaxis, sizes, "{:g}".format)
-    lags.set(xlabel="lag in updates", title=_LAGS.format(most), ylim=(0, 1.05))
+        speeds.set(xlabel="ranks", xscale="log", yscale="log")
+        set_ticks(speeds.xaxis, sizes, "{:g}".format)
+    else:
+        speeds.set_xticks([])
+    lags.set(xlabel="lag in updates", title=_LAGS.format(sizes[-1]), ylim=(0, 1.05))
     add_legend(lags)
     save_figure(figure, path)
 
