@@ -32,7 +32,7 @@ cli | 300 20 360 44 | cli, __main__ | the command hpcaccum
 launch | 300 90 360 44 | launch/ | doctor, run, sbatch
 bench | 120 160 300 44 | bench/ | hpcaccum bench
 train | 540 160 300 44 | train/ | hpcaccum train
-plan | 270 235 240 44 | plan/ | hpcaccum plan; uses accumulator/
+plan | 285 235 225 62 | plan/ | hpcaccum plan | uses accumulator/
 hpcaccum | 540 235 400 44 | hpcaccum/__init__.py | the public names
 jax | 20 310 150 62 | jax/ | averages inside jit, | optax on a server
 torch | 180 310 180 62 | torch/ | torch.optim as | an update rule

@@ -107,7 +107,7 @@ def _remarks(found: Prediction) -> Iterator[str]:
     if found.means["server_utilisation"] > _BUSY:
         yield "the server is the bottleneck"
     slow = [str(r) for r, each in enumerate(waiting) if each < max(waiting) - _SLOW]
-    if 0 < len(slow) <= setting.ranks // 2:
+    if slow and setting.quorum in (None, setting.ranks) and setting.synchronous:
         who = ", ".join(slow[:8]) + ", ..." * (len(slow) > 8)
-        yield f"the others wait for {counted(len(slow), 'rank')}: {who}"
+        yield f"all wait for {counted(len(slow), 'rank')}: {who}"
     yield from found.doubts

@@ -45,7 +45,7 @@ class Machine:
             was not.
     """
 
-    call: float = 0.6e-3
+    call: float = 1e-3
     turn: float = 20e-6
     update: float = 200e-6
     reduce: float = 100e-6
