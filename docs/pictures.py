@@ -53,8 +53,8 @@ modules | 20 865 920 44 | modules of one file | errors, spans, deadline, layout,
 summation, ...: below all packages; arguments, overlap: above device/
 """
 IMPORTS = """
-cli launch; launch bench; launch train; bench plan; bench hpcaccum; train hpcaccum; bench torch
-hpcaccum tracing; hpcaccum checkpoint; jax optimizers; torch optimizers
+cli launch; launch bench; launch train; bench plan; bench hpcaccum; train hpcaccum
+bench torch; hpcaccum tracing; hpcaccum checkpoint; jax optimizers; torch optimizers
 optimizers server; optimizers reducer; server accumulator
 accumulator nodes; accumulator rows; nodes mpi; rows mpi; rows device
 reducer mpi; reducer device

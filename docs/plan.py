@@ -177,9 +177,9 @@ def table(rows: list[Any]) -> list[str]:
         "",
         f"The error on more than {FITTED} ranks is, in the median and at most, "
         f"{statistics.median(speed):.1%} and {max(speed):.1%} of updates/s, "
-        f"{statistics.median(dropped):.3f} and {max(dropped):.3f} of the dropped share, "
-        f"and {statistics.median(lag):.1%} and {max(lag):.1%} of the mean lag where that "
-        f"is wrong by more than {LAG}.",
+        f"{statistics.median(dropped):.3f} and {max(dropped):.3f} of the share that is "
+        f"dropped, and {statistics.median(lag):.1%} and {max(lag):.1%} of the mean "
+        f"lag, where that is wrong by more than {LAG}.",
     ]
     return lines
 

@@ -104,7 +104,7 @@ class Events:
         self._starts[rank], self._took[rank] = start, drawn
         machine = self._machine
         away = machine.latency if self._node_of[rank] else 0.0
-        calls = machine.call * next(self._exponential)
+        calls = machine.call * (next(self._exponential) + self._setting.steps - 1)
         return start + drawn + calls + machine.moved(self._setting) + away
 
     def run(self, updates: int, warm_up: int) -> Outcome:

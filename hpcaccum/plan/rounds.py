@@ -76,7 +76,8 @@ class Rounds:
     def _next(self, ranks: Ints, begin: Floats) -> tuple[Floats, Floats]:
         """Return when gradients arrive that are begun at some times; and their time."""
         drawn = self._draws.draw(ranks, self._setting.steps).sum(axis=1)
-        calls = self._rng.exponential(self._machine.call, len(ranks))
+        calls = self._rng.standard_exponential(len(ranks)) + self._setting.steps - 1
+        calls *= self._machine.call
         return begin + drawn + calls + self._machine.moved(self._setting), drawn
 
     def run(self, updates: int, warm_up: int) -> Outcome:
