@@ -33,10 +33,12 @@ programs-openmpi openmpi-2 openmpi-4 hosts-openmpi: environment-openmpi
 no-shared-memory-2 no-shared-memory-4 mpich-3 readme hosts-mpich: environment-openmpi
 packaging adapters documentation $(SINGLES:%=single-%): environments
 
+# Of many kills that are alike, `make test-all` has twice as many.
+PROGRAMS := -m 'mpi and not thorough'
 # One training is in the leg `readme`.
 programs-mpich:
 	@leg "MPICH, whole programs" make test-programs \
-	    ARGS="-k 'not log_of_one_strategy' --ignore=tests/system/test_packaging.py"
+	    ARGS="$(PROGRAMS) -k 'not log_of_one_strategy' --ignore=tests/system/test_packaging.py"
 
 packaging:
 	@leg "packaging" make test-programs ARGS=tests/system/test_packaging.py
@@ -49,7 +51,7 @@ OPENMPI := (not test_slurm or two_nodes or find_each_other or died or killed) an
            (not test_doctor or alone_it or a_launcher or is_killed) and \
            (not test_shrink or two_ranks or a_group or cannot_go_on or may_not)
 programs-openmpi:
-	@leg "Open MPI, whole programs" make test-programs MPI=openmpi ARGS="-k '$(OPENMPI)' \
+	@leg "Open MPI, whole programs" make test-programs MPI=openmpi ARGS="$(PROGRAMS) -k '$(OPENMPI)' \
 	    $(addprefix --ignore=tests/system/test_,harness_failures.py options.py files.py \
 	    documentation.py bench.py saving.py train.py stopping.py packaging.py)"
 

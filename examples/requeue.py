@@ -17,7 +17,7 @@ import hpcaccum as hpc
 UPDATES, DIRECTORY = 20_000, "saved-requeue"
 
 comm = MPI.COMM_WORLD
-rank, size = comm.rank, comm.size
+rank = comm.rank
 w = hpc.Variable(np.zeros(8, np.float32), "w")
 
 
@@ -29,7 +29,7 @@ def loss():
 
 saved = hpc.checkpoint.load(DIRECTORY) if rank == 0 else None
 with hpc.Stopping() as stop:
-    with hpc.DropStaleGradientOptimizer(hpc.SGD(0.01), staleness=2 * size) as opt:
+    with hpc.DropStaleGradientOptimizer(hpc.SGD(0.01)) as opt:
         first = comm.bcast(saved["global_step"] if saved else 0)
         if first:
             opt.restore(saved, [w])  # uses the snapshot of rank 0, the host

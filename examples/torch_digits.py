@@ -27,7 +27,7 @@ model = torch.nn.Sequential(
 )
 criterion = torch.nn.CrossEntropyLoss()
 inner = torch.optim.AdamW(model.parameters(), 3e-3)
-with hpcaccum.torch.DropStale(inner, staleness=2 * size, module=model) as opt:
+with hpcaccum.torch.DropStale(inner, module=model) as opt:
     for _ in range(10):
         for x, y in loader:
             criterion(model(x), y).backward()

@@ -37,6 +37,7 @@ from hpcaccum.errors import (
     WaitTimeoutError,
 )
 from hpcaccum.layout import Layout
+from hpcaccum.metrics import MetricsLog, log_to
 from hpcaccum.mpi import Group, group_of, install_excepthook, is_rank, launched_ranks
 from hpcaccum.optimizers import (
     SGD,
@@ -86,6 +87,7 @@ __all__ = [
     "Layout",
     "LostRankError",
     "MPIUnavailableError",
+    "MetricsLog",
     "Momentum",
     "Optimizer",
     "Receipt",
@@ -103,6 +105,7 @@ __all__ = [
     "clip_by_global_norm",
     "get_variable",
     "group_of",
+    "log_to",
     "span",
     "trace",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import pytest
 
 # Seconds a test waits for something that takes milliseconds.  Virtual machines stand
 # still for a minute at times.  It is well below the time limit of a test, so that the
@@ -25,6 +26,17 @@ def same_bits(found: Any, expected: Any) -> None:
     equal = found.tobytes() == expected.tobytes()
     # Not in one line: pytest would compute a diff of all bytes, which takes minutes.
     assert equal, f"{found} is not {expected}"
+
+
+def every_second(cases: Iterable[Any]) -> list[Any]:
+    """Mark every second of many cases that are alike: CI leaves it out."""
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else [case]),
+            marks=[pytest.mark.thorough] * (number % 2),
+        )
+        for number, case in enumerate(cases)
+    ]
 
 
 def every_pair(*dimensions: Iterable[Any]) -> list[tuple[Any, ...]]:

@@ -256,14 +256,15 @@ class DropStale(OneSided):
 
     Args:
         optax_rule, params, options: See `OneSided`.
-        staleness: Largest lag accepted; -1 drops everything.
+        staleness: Largest lag accepted, by default twice the number of ranks; -1 drops
+            everything.
     """
 
     def __init__(
         self,
         optax_rule: Any,
         params: Any,
-        staleness: int,
+        staleness: int | None = None,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(optax_rule, params, {"staleness": staleness}, **options)
@@ -279,14 +280,15 @@ class SyncReplicas(OneSided):
 
     Args:
         optax_rule, params, options: See `OneSided`.
-        replicas_to_aggregate: Least number of gradients in an update.
+        replicas_to_aggregate: Least number of gradients in an update; by default, as
+            that of `SyncReplicasOptimizer`.
     """
 
     def __init__(
         self,
         optax_rule: Any,
         params: Any,
-        replicas_to_aggregate: int,
+        replicas_to_aggregate: int | None = None,
         **options: Unpack[Options],
     ) -> None:
         strategy = {"replicas_to_aggregate": replicas_to_aggregate}

@@ -152,11 +152,11 @@ class AGNOptimizer(OneSidedOptimizer):
         comm: mpi4py_MPI.Comm | Group | None = None,
         host: int = 0,
         dedicated: bool = False,
-        servers: Servers = None,
+        servers: Servers = "auto",
         on_nonfinite: OnNonfinite = "accept",
         min_workers: int = 1,
     ) -> None:
-        def check() -> dict[str, int | None]:
+        def check(_: int) -> dict[str, int | None]:
             if not isinstance(custom_getter, AGNCustomGetter | None):
                 raise TypeError(
                     f"custom_getter must be an AGNCustomGetter, got {custom_getter!r}"

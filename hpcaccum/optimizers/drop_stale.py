@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any
 
-from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 from hpcaccum.server import BoundedStalenessInbox, ServerOptions
 
@@ -34,7 +33,8 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
 
     Args:
         opt: Makes the updates, on the host rank.
-        staleness: Largest lag accepted; -1 drops everything.
+        staleness: Largest lag accepted; by default, twice the number of ranks that
+            train. -1 drops everything.
         use_locking: Ignored.
         name: Name for messages.
         comm, host, dedicated, servers, on_nonfinite, min_workers: See
@@ -47,21 +47,21 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
     def __init__(
         self,
         opt: Optimizer,
-        staleness: int,
+        staleness: int | None = None,
         use_locking: bool = False,
         name: str = "DropStaleGradient",
         *,
         comm: mpi4py_MPI.Comm | Group | None = None,
         host: int = 0,
         dedicated: bool = False,
-        servers: Servers = None,
+        servers: Servers = "auto",
         on_nonfinite: OnNonfinite = "accept",
         min_workers: int = 1,
     ) -> None:
         super().__init__(
             opt,
             name,
-            lambda: {"staleness": _integer(staleness)},
+            lambda workers: {"staleness": _staleness(staleness, workers)},
             ServerOptions(comm, host, dedicated, servers, on_nonfinite, min_workers),
         )
         # The step of the parameters in the last compute_gradients; None before it.
@@ -109,9 +109,9 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
         return sum(self.statistics().dropped)
 
 
-def _integer(staleness: Any) -> int:
+def _staleness(staleness: Any, workers: int) -> int:
     if staleness is None:
-        raise InvalidArgumentError("staleness must be an integer, got None")
+        return 2 * workers
     try:
         return operator.index(staleness)
     except TypeError:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcaccum import metrics
 from hpcaccum.device import all_on_device, to_host
 from hpcaccum.errors import InvalidArgumentError, counted
 from hpcaccum.mpi import group_of
@@ -72,20 +73,19 @@ class OneSidedOptimizer(Wrapper):
     Args:
         opt: Makes the updates; a local optimizer.
         name: Name of this optimizer.
-        check: Checks the options of this rank; returns those that must be the same on
-            all ranks, by name.
+        check: Checks the options of this rank, given the number of ranks that train;
+            returns those that must be the same on all ranks, by name.
         options: The following ones, which all one-sided optimizers have.
         comm: Communicator of the ranks; COMM_WORLD by default.
         host: The rank that holds the center.
         dedicated: Whether servers only serve; they then call `serve` after
             `initialize`. Otherwise they serve in threads while their ranks train.
         servers: The ranks that hold the center, each a part of it, and update it: one
-            rank, or several on different nodes, of which the first is the host. By
-            default, only the host. "auto" uses one rank of each node if the variables
-            have 1 MiB or more and none is sparse, the inner optimizer is `elementwise`,
-            and servers also train; otherwise the host. Several servers share the
-            traffic, the memory and the work of updates, but each update waits for all
-            of them.
+            rank, or several on different nodes, of which the first is the host. "auto"
+            uses one rank of each node if the variables have 1 MiB or more and none is
+            sparse, the inner optimizer is `elementwise`, and servers also train;
+            otherwise only the host, as None does. Several servers share the traffic,
+            the memory and the work of updates, but each update waits for all of them.
         on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
             sends them, "drop" drops all gradients of the call on this rank, "raise"
             raises InvalidArgumentError on this rank.
@@ -102,18 +102,23 @@ class OneSidedOptimizer(Wrapper):
     _center: Center | None = None
     # Maximum number of gradients of a rank in one update.
     _share = 1
+    # The options that others do not have.
+    _own: tuple[str, ...] = ()
 
     def __init__(
         self,
         opt: Optimizer,
         name: str,
-        check: Callable[[], Mapping[str, Any]],
+        check: Callable[[int], Mapping[str, Any]],
         options: ServerOptions,
     ) -> None:
         group = group_of(options.comm)
 
         def check_all() -> dict[str, Any]:
-            return {"optimizer": opt, **options.facts(group.size), **check()}
+            facts = options.facts(group.size)
+            own = check(_workers(facts, group.size))
+            self._own = tuple(own)
+            return {"optimizer": opt, **facts, **own}
 
         super().__init__(opt, name, group, check_all, options.on_nonfinite)
         self._root: int = self._options["host"]
@@ -121,8 +126,7 @@ class OneSidedOptimizer(Wrapper):
         # None if they depend on the variables.
         self._servers: tuple[int, ...] | None = self._options["servers"]
         check_nodes(self._servers, group)
-        num_serving = len(self._servers or ()) * bool(options.dedicated)
-        self._workers = group.size - num_serving
+        self._workers = _workers(self._options, group.size)
         # The step of this rank's variables, and the first one worth waiting for.
         self._step, self._useful = -1, 0
         # What `restore` begins with: the counts, and on the host the state.
@@ -130,6 +134,13 @@ class OneSidedOptimizer(Wrapper):
         self._restored: Mapping[str, Any] | None = None
         # Gradients of this rank that were dropped one after the other.
         self._dropped, self._warned = 0, False
+
+    def __repr__(self) -> str:
+        """Show the options of this strategy and the servers, also those by default."""
+        options = {name: self._options[name] for name in self._own}
+        options |= {"servers": self._place.servers, "name": self.get_name()}
+        shown = [f"{k}={v!r}" for k, v in options.items() if v is not None]
+        return f"{type(self).__name__}({', '.join([repr(self.inner), *shown])})"
 
     def _bound(self) -> str:
         """Return which gradients are accepted, for messages."""
@@ -184,15 +195,14 @@ class OneSidedOptimizer(Wrapper):
             nbytes = sum(var.value.nbytes for var in variables)
             divisible = self.inner.elementwise and not any(v.sparse for v in variables)
             servers = spread(self._root, self._group, nbytes, divisible=divisible)
+        self._place = dataclasses.replace(self._place, servers=servers)
+        if self._group.rank == 0:
+            logger.info("%r", self)
         return ParameterServer(
             self._group,
             self._values,
             self._make_inbox,
-            dataclasses.replace(
-                self._place,
-                servers=servers,
-                min_workers=self._options["min_workers"],
-            ),
+            dataclasses.replace(self._place, min_workers=self._options["min_workers"]),
             self.get_name(),
             rule=flat,
             finish=self._pull_all,
@@ -352,8 +362,14 @@ class OneSidedOptimizer(Wrapper):
         self._note(receipt)
         return receipt
 
+    def _metrics(self) -> metrics.Metrics:
+        counts = self.statistics()
+        facts = counts.accepted, counts.dropped, counts.lags
+        return metrics.Metrics(self.get_name(), self.global_step, self.waited, *facts)
+
     def _note(self, receipt: Receipt) -> None:
-        """Warn, once, when the last gradients of this rank were all dropped."""
+        """Tell logs; warn, once, when the last gradients were all dropped."""
+        metrics.note(self)
         self._dropped = 0 if receipt else self._dropped + 1
         if self._dropped == _MANY and not self._warned:
             self._warned = True
@@ -592,3 +608,8 @@ class OneSidedOptimizer(Wrapper):
         if self._center is not None:
             self._center.forget()
         self._server = self._center = None
+
+
+def _workers(facts: Mapping[str, Any], size: int) -> int:
+    """Return how many of so many ranks train; see `ServerOptions.facts`."""
+    return size - len(facts["servers"] or ()) * bool(facts["dedicated"])

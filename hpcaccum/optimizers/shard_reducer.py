@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
+from hpcaccum import metrics
 from hpcaccum.accumulator import Tally
 from hpcaccum.arguments import converted
 from hpcaccum.device import cupy, is_device
@@ -295,6 +296,12 @@ class ShardReducer:
     def updated(self) -> None:
         """Note that the results of the last `reduce` are used."""
         self._broken = False
+        metrics.note(self)
+
+    def _metrics(self) -> metrics.Metrics:
+        counts = self.tally()
+        facts = counts.accepted, counts.dropped, counts.lags
+        return metrics.Metrics(self._name, self.step, self.waited, *facts)
 
     def leave(self) -> None:
         """Leave, at the next reduction of the other ranks. Collective.

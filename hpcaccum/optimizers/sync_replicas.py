@@ -39,7 +39,8 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
 
     Args:
         opt: Makes the updates, on the host rank.
-        replicas_to_aggregate: Least number of gradients in an update.
+        replicas_to_aggregate: Least number of gradients in an update; by default, one
+            less than ranks train, or all of 1 or 2.
         total_num_replicas: Number of workers; accepted for compatibility, the
             communicator determines it.
         use_locking: Ignored.
@@ -55,7 +56,7 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
     def __init__(
         self,
         opt: Optimizer,
-        replicas_to_aggregate: int,
+        replicas_to_aggregate: int | None = None,
         total_num_replicas: int | None = None,
         use_locking: bool = False,
         name: str = "sync_replicas",
@@ -63,12 +64,15 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
         comm: mpi4py_MPI.Comm | Group | None = None,
         host: int = 0,
         dedicated: bool = False,
-        servers: Servers = None,
+        servers: Servers = "auto",
         on_nonfinite: OnNonfinite = "accept",
         min_workers: int = 1,
     ) -> None:
-        def check() -> dict[str, int | None]:
-            quorum = positive_count(replicas_to_aggregate, "replicas_to_aggregate")
+        def check(workers: int) -> dict[str, int | None]:
+            quorum = replicas_to_aggregate
+            if quorum is None:
+                quorum = max(workers - 1, min(workers, 2))
+            quorum = positive_count(quorum, "replicas_to_aggregate")
             if quorum > (most := VectorAccumulator.most):
                 raise InvalidArgumentError(
                     f"replicas_to_aggregate must be at most {most}, got {quorum}"

@@ -130,12 +130,20 @@ class DoubleBuffer:
 
     def try_read(self, use: Callable[[Array], None]) -> int | None:
         """Do as `read`; return None if an update has overwritten what was read."""
-        newest = self._words.read(_NEWEST)
-        step, copy = newest >> 1, newest & 1
+        step, copy = self.newest()
         use(self.copy(copy))
+        return step if self.has_kept(step, copy) else None
+
+    def newest(self) -> tuple[int, int]:
+        """Return the step and the number of the newest complete copy."""
+        newest = self._words.read(_NEWEST)
+        return newest >> 1, newest & 1
+
+    def has_kept(self, step: int, copy: int) -> bool:
+        """Return whether what was read from a copy until now was that of a step."""
         # All reads must be done before that of the word that validates them.
         self._words.sync()
-        return step if self._words.read(_HOLDS + copy) == step else None
+        return self._words.read(_HOLDS + copy) == step
 
     def free(self) -> None:
         """Free the memory. Collective."""

@@ -224,3 +224,4 @@ class OrderAgent:
     def free(self, what: str) -> None:
         """End the service. Collective."""
         self._line.remove(what)
+        self._memory = None

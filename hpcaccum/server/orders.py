@@ -308,4 +308,6 @@ class Orders:
             lambda: "servers to receive questions, and the host answers",
         )
         self._service.free(f"{self._what}: free")
+        if self.own is not None:
+            self.own.free()
         self._words.free()

@@ -15,7 +15,7 @@ import numpy as np
 
 from hpcaccum.nodes import Incoming, is_short, one_range, pieces_of, send_pieces
 from hpcaccum.server.agent_line import AgentLine
-from hpcaccum.server.parameter_copies import NOTHING
+from hpcaccum.server.parameter_copies import NOTHING, copying
 from hpcaccum.spans import steps, traced
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
     from hpcaccum.nodes import Agent, Steps
     from hpcaccum.server.double_buffer import DoubleBuffer
-    from hpcaccum.server.parameter_copies import Copier, Draft
+    from hpcaccum.server.parameter_copies import Copier
 
 # No version: of a node that has none.
 _NONE = -1
@@ -88,6 +88,7 @@ class ParameterAgent:
         self.turns = self._line.queue()
         self._sending = self._line.queues()
         self._snapshots: list[_Snapshot] = []
+        self._drafting = False
         self._sent: dict[int, int] = {}
         self._places: dict[int, int] = {}
         # The versions for which ranks of this node wait, and the one that it has asked
@@ -151,7 +152,7 @@ class ParameterAgent:
         if contents is None:
             yield from self._receive(server, message)
         else:
-            message[:] = np.frombuffer(contents, np.uint8)
+            yield from copying(np.frombuffer(contents, np.uint8), message)
         self._copier.unpack(message, self._copies)
         self._lacks.remove(server)
         if not self._lacks:
@@ -285,18 +286,24 @@ class ParameterAgent:
         A node that is slow must delay neither updates nor other nodes.
         """
         assert self._own is not None
-        draft: Draft | None = None
-        while True:
-            newest = self._own.version()
-            for found in self._snapshots:
-                if (found.version, found.since) == (newest, since):
-                    return found
-            draft = draft or self._copier.draft(since, self._spare())
-            if (version := self._own.try_read(draft.read)) is not None:
-                made = _Snapshot(draft.message(), version, since, draft.place)
-                self._snapshots.append(made)
-                return made
+        while self._drafting:
+            # It may be the same one.
             yield False
+        version, copy = self._own.newest()
+        for found in self._snapshots:
+            if (found.version, found.since) == (version, since):
+                return found
+        self._drafting = True
+        draft = self._copier.draft(since, self._spare())
+        yield from draft.reading(self._own.copy(copy))
+        while not self._own.has_kept(version, copy):
+            yield False
+            version, copy = self._own.newest()
+            yield from draft.reading(self._own.copy(copy))
+        self._drafting = False
+        made = _Snapshot(draft.message(), version, since, draft.place)
+        self._snapshots.append(made)
+        return made
 
     def _spare(self) -> Array | None:
         """Return the memory of a message that nobody uses, if there is one."""

@@ -19,7 +19,7 @@ from hpcaccum.rows import RowLog
 from hpcaccum.server.double_buffer import writer_inside
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
@@ -42,6 +42,8 @@ _WORD = np.dtype(np.int64).itemsize
 _SHARE = 8
 # Elements of rows that are copied by one call of NumPy, which stay in the cache.
 _CHUNK = 1 << 16
+# Bytes that an agent copies before it does something else, such as to admit a gradient.
+_STEP = 1 << 20
 
 
 class Draft:
@@ -59,15 +61,15 @@ class Draft:
     def __init__(self, spare: Array | None) -> None:
         self._message = spare
 
-    def read(self, flat: Array) -> None:
-        """Copy what another node lacks.
+    def reading(self, flat: Array) -> Iterator[bool]:
+        """Copy what another node lacks, in short steps.
 
         Called again, with the newest vector, until no update has overwritten the vector
         meanwhile.
         """
         if self._message is None:
             self._message = np.empty(flat.nbytes, np.uint8)
-        np.copyto(self._message, flat.view(np.uint8))
+        yield from copying(flat.view(np.uint8), self._message)
 
     def message(self) -> Array:
         """Return the message, a vector of bytes."""
@@ -319,8 +321,8 @@ class RowDraft(Draft):
         # By variable, in the order in which they were copied.
         self._parts: dict[str, list[Part]] = {name: [] for name in copier.names}
 
-    def read(self, flat: Array) -> None:
-        """Copy the rows that have changed since the last try; see `Draft.read`.
+    def reading(self, flat: Array) -> Iterator[bool]:
+        """Copy the rows that have changed since the last try; see `Draft.reading`.
 
         An update that overwrites the vector meanwhile changes rows that are in the log
         after the place that the vector ends with. So the next try copies them again.
@@ -330,9 +332,15 @@ class RowDraft(Draft):
         for name, view in self._copier.views(flat).items():
             places = self._copier.rows_of(name, rows)
             if places is None:
-                self._parts[name] = [(None, view.copy())]
+                values = np.empty_like(view)
+                yield from copying(view.reshape(-1), values.reshape(-1))
+                self._parts[name] = [(None, values)]
             else:
-                self._parts[name].append((places, view[places]))
+                values = np.empty((places.size, *view.shape[1:]), view.dtype)
+                for chunk in _chunks(values):
+                    values[chunk] = view[places[chunk]]
+                    yield True
+                self._parts[name].append((places, values))
         self.place = end
 
     def message(self) -> Array:
@@ -368,6 +376,19 @@ def copy_rows(source: Array, target: Array, rows: Array | None) -> None:
     for start in range(0, rows.size, step):
         places = rows[start : start + step]
         target[places] = source[places]
+
+
+def copying(source: Array, target: Array) -> Iterator[bool]:
+    """Copy a vector in short steps."""
+    for chunk in _chunks(source):
+        target[chunk] = source[chunk]
+        yield True
+
+
+def _chunks(rows: Array) -> Iterator[slice]:
+    """Return ranges of rows, each of which is copied in a short step."""
+    step = max(1, _STEP * len(rows) // max(1, rows.nbytes))
+    return (slice(at, at + step) for at in range(0, len(rows), step))
 
 
 def _latest(parts: list[Part]) -> Part:

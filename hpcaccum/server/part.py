@@ -170,6 +170,10 @@ class OwnPart:
         """Copy it to where it is published."""
         self._part.write_parameters(self.center, flat)
 
+    def free(self) -> None:
+        """Release the memory of gradients; the center stays."""
+        self._gradients = self._gradients[:0].copy()
+
 
 class WholeCenter:
     """The center of a single server, with the interface of `OwnPart`.

@@ -63,7 +63,7 @@ class OneSided(Adapter):
             different nodes, of which the first is the host. Each holds whole
             parameters, and a copy of the torch optimizer for them, which must update
             each parameter independently of the others, as all of `torch.optim` do. By
-            default, and with "auto", only the host.
+            default, only the host.
         sparse: The parameters whose gradients are sparse, such as the weights of
             `torch.nn.Embedding(sparse=True)`; the same on all ranks. Only the rows of
             these gradients are sent, updated and pulled. This needs one server, and an
@@ -89,7 +89,7 @@ class OneSided(Adapter):
         comm: mpi4py_MPI.Comm | Group | None = None,
         host: int = 0,
         dedicated: bool = False,
-        servers: Servers = None,
+        servers: Servers = "auto",
         sparse: Iterable[torch.Tensor] = (),
         capacity: int | None = None,
         on_nonfinite: OnNonfinite = "accept",
@@ -218,14 +218,15 @@ class SyncReplicas(OneSided):
 
     Args:
         optimizer: Of `torch.optim`; a copy on the host makes the updates.
-        replicas_to_aggregate: Least number of gradients in an update.
+        replicas_to_aggregate: Least number of gradients in an update; by default, as
+            that of `hpcaccum.SyncReplicasOptimizer`.
         options: See `OneSided`.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        replicas_to_aggregate: int,
+        replicas_to_aggregate: int | None = None,
         **options: Unpack[Options],
     ) -> None:
         strategy = {"replicas_to_aggregate": replicas_to_aggregate}
@@ -242,14 +243,14 @@ class DropStale(OneSided):
 
     Args:
         optimizer: Of `torch.optim`; a copy on the host makes the updates.
-        staleness: Largest lag accepted.
+        staleness: Largest lag accepted; by default, twice the number of ranks.
         options: See `OneSided`.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        staleness: int,
+        staleness: int | None = None,
         **options: Unpack[Options],
     ) -> None:
         super().__init__(optimizer, {"staleness": staleness}, **options)

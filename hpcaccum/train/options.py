@@ -86,14 +86,14 @@ def _add_task(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_exchange(group: argparse._ArgumentGroup) -> None:
-    text = "sync-replicas: gradients in one update (one less than the ranks that train)"
+    text = "sync-replicas: gradients of an update (all but one of the ranks; all of 2)"
     _add(group, "--quorum", values.count, text)
     text = "drop-stale: largest lag of a gradient, in updates (twice the ranks)"
     _add(group, "--staleness", values.whole, text)
     _add(group, "--period", values.count, "agn: batches between pushes (10)")
     text = "ranks that hold and update the parameters, such as 0,8,16, on different "
-    text += "nodes; or auto (0; not for cross-shard)"
-    _add(group, "--servers", values.servers, text, (0,), "RANKS")
+    text += "nodes; or auto (auto; not for cross-shard)"
+    _add(group, "--servers", values.servers, text, "auto", "RANKS")
     text = "servers only apply updates and do not train (not for cross-shard)"
     _flag(group, "--dedicated", text)
     group.add_argument(
@@ -165,7 +165,7 @@ def resolve(args: argparse.Namespace, ranks: int) -> Options:
         options.plot = args.plot or DEFAULT_PICTURE
     for name, default in (
         ("rate", DEFAULT_RATES[options.optimizer]),
-        ("quorum", max(options.workers - 1, 1)),
+        ("quorum", max(options.workers - 1, min(options.workers, 2))),
         ("staleness", 2 * ranks),
         ("period", 10),
     ):
@@ -186,7 +186,7 @@ def _check_combinations(args: argparse.Namespace) -> None:
         if args.save:
             raise InvalidArgumentError("--save is for one run: use --strategy")
         return
-    for name, default in ("dedicated", False), ("servers", (0,)):
+    for name, default in ("dedicated", False), ("servers", "auto"):
         if args.strategy == "cross-shard" and getattr(args, name) != default:
             raise InvalidArgumentError(f"--{name} cannot be used with cross-shard")
     for name, strategy in _ONLY_FOR.items():

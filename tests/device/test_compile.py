@@ -16,7 +16,7 @@ from hpcaccum.device import kernels
 
 pytestmark = pytest.mark.slow
 
-ARCHITECTURES = ["80", "90", "100"]
+ARCHITECTURES = ["80", "100"]
 # The most with which 4 blocks of 256 threads are at work at once.
 MOST_REGISTERS = 64
 

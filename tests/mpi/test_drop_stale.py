@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import InvalidArgumentError
 
 from ..common import VAIN, WAIT
 from .training import Gate, computed, gives, meet, raised, turns, variable
@@ -231,7 +230,6 @@ def test_without_compute_the_step_is_that_of_the_variables(make):
 @pytest.mark.parametrize(
     ("staleness", "kind"),
     [
-        (None, InvalidArgumentError),
         (1.0, TypeError),
         ("1", TypeError),
         ([1], TypeError),

@@ -399,3 +399,37 @@ def test_initializing_again_changes_nothing(make, kind, size):
 
     assert w.value == before
     assert isinstance(error, InvalidArgumentError)
+
+
+# Defaults
+
+
+@pytest.mark.parametrize("dedicated", [False, True])
+def test_defaults_depend_on_the_ranks_that_train(comm, size, dedicated):
+    if dedicated and size == 1:
+        pytest.skip("one rank cannot be dedicated")
+    workers = size - dedicated
+    quorum = {1: 1, 2: 2}.get(workers, workers - 1)
+    options = {"comm": comm, "dedicated": dedicated}
+    sync = hpc.SyncReplicasOptimizer(hpc.SGD(1), **options)
+    stale = hpc.DropStaleGradientOptimizer(hpc.SGD(1), **options)
+
+    assert f", replicas_to_aggregate={quorum}, servers=" in repr(sync)
+    assert f", staleness={2 * workers}, servers=" in repr(stale)
+    sync.free()
+    stale.free()
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_the_servers_that_auto_has_chosen_are_shown(comm, kind, rank, caplog, large):
+    elements = (1 << 18) - (not large)
+    variables = [hpc.Variable(np.zeros(elements, np.float32), "w")]
+    optimizer = ONE_SIDED[kind](hpc.SGD(1), variables, comm)
+    with caplog.at_level("INFO", logger="hpcaccum"):
+        optimizer.initialize(variables)
+    nodes = group_of(comm).nodes
+    servers = tuple(ranks[0] for ranks in nodes) if large else (0,)
+
+    assert f", servers={servers!r}, name=" in repr(optimizer)
+    assert caplog.messages == [repr(optimizer)] * (rank == 0)
+    optimizer.free()

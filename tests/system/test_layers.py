@@ -18,7 +18,7 @@ LAYERS = [
     ["layout"],
     ["device", "mpi"],
     ["arguments", "overlap", "nodes", "rows"],
-    ["accumulator", "reducer"],
+    ["accumulator", "reducer", "metrics"],
     ["server"],
     ["optimizers"],
     ["torch", "jax", "checkpoint", "stopping"],

@@ -9,6 +9,7 @@ import pytest
 
 from hpcaccum.errors import RESTART
 
+from ..common import every_second
 from .conftest import REPOSITORY
 
 # Ranks are killed in an update, before or after a call of a function. The others
@@ -209,14 +210,15 @@ def all_of(ranks, updates, later):
 
 @pytest.mark.parametrize(
     ("ranks", "case"),
-    [*((3, each) for each in WITHOUT), *zip((2, 4), LATE, strict=True)],
+    every_second([*((3, each) for each in WITHOUT), *zip((2, 4), LATE, strict=True)]),
 )
 def test_a_gradient_that_was_not_there_is_left_out(counted, ranks, case):
     assert counted(PROGRAM, ranks, case) == all_of(ranks, 4, "012"[: ranks - 1])
 
 
 @pytest.mark.parametrize(
-    ("ranks", "case"), [*((3, each) for each in WITH), *product((2, 4), [HALF])]
+    ("ranks", "case"),
+    every_second([*((3, each) for each in WITH), *product((2, 4), [HALF])]),
 )
 def test_a_gradient_that_was_there_counts(counted, ranks, case):
     assert counted(PROGRAM, ranks, case) == all_of(ranks, 5, "012"[: ranks - 1])
@@ -251,7 +253,8 @@ def test_sums_of_a_reducer_go_on(counted, case, mode):
 
 
 @pytest.mark.parametrize(
-    ("kills", "case"), [("14,24", LATE[0]), ("14,25", LATE[1]), ("24,16", HALF)]
+    ("kills", "case"),
+    every_second([("14,24", LATE[0]), ("14,25", LATE[1]), ("24,16", HALF)]),
 )
 def test_two_ranks_are_lost(counted, case, kills):
     """Also one that sums what the other had to sum."""

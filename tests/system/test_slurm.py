@@ -133,12 +133,18 @@ def environment(mpi_environment: dict[str, str]) -> dict[str, str]:
 
 
 class Submit:
-    """Submit scripts of slurm/ from a directory, and follow their jobs."""
+    """Submit scripts of slurm/ from a directory, and follow their jobs.
 
-    def __init__(self, slurm: Cluster, env: dict[str, str], directory: Path):
+    They train with ``data``: importing scikit-learn takes seconds.
+    """
+
+    def __init__(
+        self, slurm: Cluster, env: dict[str, str], directory: Path, data: Path
+    ):
         self.slurm = slurm
         self.env = env
         self.directory = directory
+        self.data = data
 
     def __call__(self, script: str, *options: str, **env: str) -> tuple[str, list[str]]:
         """Return the number of the job and how it, or each task of it, ended."""
@@ -149,6 +155,8 @@ class Submit:
         self, script: str, *options: str, words: tuple[str, ...], **env: str
     ) -> str:
         """Submit a script with words for its program; return the number of the job."""
+        if "--epochs" in words:
+            words = *words, "--data", str(self.data)
         path = REPOSITORY / "slurm" / script
         if script in WRITTEN:
             path = self.slurm.directory / script
@@ -216,16 +224,18 @@ class Submit:
 
 
 @pytest.fixture
-def submit(slurm: Cluster, environment: dict[str, str], tmp_path: Path) -> Submit:
-    return Submit(slurm, environment, tmp_path)
+def submit(
+    slurm: Cluster, environment: dict[str, str], tmp_path: Path, digits: Path
+) -> Submit:
+    return Submit(slurm, environment, tmp_path, digits)
 
 
 @pytest.fixture(scope="module")
 def limited(
-    slurm: Cluster, environment: dict[str, str], tmp_path_factory
+    slurm: Cluster, environment: dict[str, str], tmp_path_factory, digits: Path
 ) -> tuple[Submit, str]:
     """A job that will come to its time limit, which SLURM looks at every 30 s."""
-    submit = Submit(slurm, environment, tmp_path_factory.mktemp("limited"))
+    submit = Submit(slurm, environment, tmp_path_factory.mktemp("limited"), digits)
     options = "--ntasks-per-node=2", "--time=1", "--signal=B:USR1@40"
     words = (*LONG, "--epochs", "1000")
     return submit, submit.start("train.sbatch", *options, words=words)

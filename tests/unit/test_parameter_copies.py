@@ -1,0 +1,47 @@
+"""An agent copies a message in short steps, as admissions wait meanwhile."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hpcaccum.server.parameter_copies import NOTHING, Draft, RowDraft
+
+MIB = 1 << 20
+
+
+def test_a_message_is_copied_in_short_steps():
+    flat = np.arange(3 * MIB // 8 + 5.0)
+    draft = Draft(None)
+    steps = draft.reading(flat)
+
+    next(steps)
+
+    draft.message()[MIB:] = 0
+    assert sum(1 for _ in steps) == 3
+    assert np.array_equal(draft.message(), flat.view(np.uint8))
+
+
+@pytest.mark.parametrize(("rows", "number"), [(None, 4), (np.arange(0, 2000, 2), 2)])
+def test_rows_are_copied_in_short_steps(rows, number):
+    table = np.arange(2000 * 200.0).reshape(2000, 200)
+    found = None if rows is None else rows + 1
+    copier = SimpleNamespace(
+        names=["table", "bias"],
+        tables={"table": range(1, 2001)},
+        end=lambda _: 7,
+        changes=lambda *_: found,
+        views=lambda _: {"table": table, "bias": np.array(3.0)},
+        rows_of=lambda name, _: rows if name == "table" else None,
+    )
+    draft = RowDraft(copier, NOTHING)
+
+    # One step more is for the scalar.
+    assert sum(1 for _ in draft.reading(np.empty(0))) == number + 1
+    expected = table if rows is None else table[rows]
+    values = [*expected.reshape(-1), 3.0]
+    begin = 8 if rows is None else 8 + rows.nbytes
+    assert draft.message()[begin:].view("f8").tolist() == values
+    assert draft.place == 7
