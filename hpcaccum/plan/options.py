@@ -93,8 +93,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--period", counts, "N", [10], text)
     text = "local-steps: parts of the parameters, pushed in turns (1)"
     add("--fragments", counts, "N", [1], text)
-    text = "with a quorum, a gradient of the previous round joins the open one"
-    group.add_argument("--lateness", action="store_true", help=text)
     add("--servers", _servers, "N", [1], "servers, on different nodes, or auto (1)")
 
     group = parser.add_argument_group("simulation and output")
@@ -139,7 +137,7 @@ def _options(
     if strategy == "cross-shard":
         yield {}
         return
-    auto, joins = nodes if nbytes >= _LARGE else 1, int(args.lateness)
+    auto = nodes if nbytes >= _LARGE else 1
     tried: dict[str, Any] = {"servers": [each or auto for each in args.servers]}
     if (most := max(tried["servers"])) > nodes:
         raise InvalidArgumentError(
@@ -149,13 +147,14 @@ def _options(
         raise InvalidArgumentError(f"--quorum: {most} is more than {ranks} ranks")
     if strategy == "sync-replicas":
         usual = [max(1, round(part * ranks)) for part in _QUORUMS]
-        tried.update(quorum=args.quorum or usual, staleness=[joins])
+        tried.update(quorum=args.quorum or usual, staleness=[0])
     elif strategy == "drop-stale":
         tried["staleness"] = args.staleness or [2 * ranks]
     else:
         tried["period"] = args.period
     if strategy == "local-steps":
-        lag = args.staleness or [joins if args.quorum else math.inf]
+        # With a quorum, late pushes are dropped.
+        lag = [0] if args.quorum else args.staleness or [math.inf]
         tried.update(quorum=args.quorum or [None], staleness=lag)
         tried["fragments"] = args.fragments
         if (most := max(args.fragments)) > min(args.period):
