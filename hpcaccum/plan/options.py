@@ -78,12 +78,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", values.count, "N", 1, "samples of one gradient (1)")
 
     group = parser.add_argument_group("what is tried, each with each")
+    every = *STRATEGIES, "all"
     group.add_argument(
         "--strategy",
-        choices=(*STRATEGIES, "all"),
+        choices=every,
         nargs="+",
         default=["all"],
-        help="(all)",
+        metavar="NAME",
+        help=f"{', '.join(every)} (all)",
     )
     text = "gradients in an update: of sync-replicas (some, from 3/4 of the ranks on), "
     add("--quorum", counts, "N", None, f"{text}and of local-steps (none)")
