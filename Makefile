@@ -30,7 +30,7 @@ endif
         test-gpu test-gpu-torch sanitize-gpu test-mpi test-hosts test-adapters validate-plan lint docs pages venv environments \
         clean
 help:
-	@echo "make demo         train with all four strategies on 4 ranks, one of them slow; then kill a rank"
+	@echo "make demo         train with all five strategies on 4 ranks, one of them slow; then kill a rank"
 	@echo "make test         units, kernels, 2 ranks, a training: 3 minutes"
 	@echo "make test-all     all of tests/unit, device, system, and tests/mpi on $(SIZES) ranks"
 	@echo "make test-4       the tests of tests/mpi on 4 ranks"

@@ -43,6 +43,14 @@ def step_number(value: Any, name: str) -> int:
     raise InvalidArgumentError(f"{name} must be one number of 64 bits, got {value!r}")
 
 
+def integer(value: Any, name: str) -> int:
+    """Return an integer; raise TypeError if it is none."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+
+
 def positive_count(value: Any, name: str) -> int:
     """Return an integer of at least 1.
 

@@ -7,8 +7,9 @@ the same, bit for bit, if gradients come in the same order; tests compare them.
 
 - `Accumulator`: gradients that are not stale are added; a take waits for enough.
 - `allreduce`: the mean over all ranks.
-- `cross_shard`, `SyncReplicas`, `DropStale` and `AGNWorker`: the four strategies. A
-  model is a dictionary of arrays; a rule, such as `Momentum`, updates it in place.
+- `cross_shard`, `SyncReplicas`, `DropStale`, `AGNWorker` and `LocalStepsWorker`: the
+  strategies. A model is a dictionary of arrays; a rule, such as `Momentum`, updates it
+  in place.
 """
 
 from __future__ import annotations
@@ -158,12 +159,15 @@ class SyncReplicas(Server):
 
     Gradients of an earlier step are dropped. Chen et al., "Revisiting Distributed
     Synchronous SGD", 2016, https://arxiv.org/abs/1604.00981.
+
+    Attributes:
+        round: Gradients since the last update.
     """
 
     def __init__(self, values: Mapping[str, Any], rule: Rule, quorum: int) -> None:
         super().__init__(values, rule)
         self._quorum = quorum
-        self._round: list[Mapping[str, Any]] = []
+        self.round: list[Mapping[str, Any]] = []
 
     def push(self, gradient: Mapping[str, Any], local_step: int) -> bool:
         """Give a gradient; if it is accepted, the worker pulls the next step."""
@@ -171,45 +175,60 @@ class SyncReplicas(Server):
             if local_step < self.step:
                 self.dropped += 1
                 return False
-            self._round.append(gradient)
-            if len(self._round) == self._quorum:
-                self._update(mean(self._round))
-                self._round = []
+            self.round.append(gradient)
+            if len(self.round) == self._quorum:
+                self._update(mean(self.round))
+                self.round = []
             return True
 
 
 class DropStale(Server):
-    """Updates with each gradient that is at most ``staleness`` updates late."""
+    """Updates with each gradient that is at most ``staleness`` updates late.
 
-    def __init__(self, values: Mapping[str, Any], rule: Rule, staleness: int) -> None:
+    It is multiplied by ``lateness(lag)`` before. Zhang et al., "Staleness-aware
+    Async-SGD", 2016, https://arxiv.org/abs/1511.05950.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        rule: Rule,
+        staleness: float,
+        lateness: Callable[[int], float] = lambda lag: 1.0,
+    ) -> None:
         super().__init__(values, rule)
-        self._staleness = staleness
+        self._staleness, self._lateness = staleness, lateness
 
     def push(self, gradient: Mapping[str, Any], local_step: int) -> bool:
         """Make one update, unless the gradient is too late."""
         with self._changed:
-            if self.step - local_step > self._staleness:
+            if (lag := self.step - local_step) > self._staleness:
                 self.dropped += 1
                 return False
-            self._update(gradient)
+            factor = self._lateness(lag)
+            self._update({n: g * g.dtype.type(factor) for n, g in gradient.items()})
             return True
 
 
-class AGNWorker:
-    """Makes local steps; each ``period``-th also pushes their mean gradient.
+class LocalStepsWorker:
+    """Makes local steps; each ``period``-th also pushes how far they have led.
 
-    Hermans and Spanakis, "Accumulated Gradient Normalization", 2017,
-    https://arxiv.org/abs/1710.02368, in the form of TensorFlow's AGNOptimizer.
+    Douillard et al., "DiLoCo", 2023, https://arxiv.org/abs/2311.08105.
 
     Args:
-        server: A `DropStale` whose staleness has no limit.
+        server: A `SyncReplicas` or a `DropStale`, whose rule is the outer one.
         rule: Of the local steps, with slots of its own.
         period: Number of local steps of a push.
     """
 
-    def __init__(self, server: DropStale, rule: Rule, period: int) -> None:
+    def __init__(self, server: Any, rule: Rule, period: int) -> None:
         self._server, self._rule, self._period = server, rule, period
-        self.values, self._pulled = server.pull()
+        self._begin(-1)
+
+    def _begin(self, newer_than: int) -> None:
+        """Begin a period with the center of a newer step."""
+        self._center, self._pulled = self._server.pull(newer_than)
+        self.values = {name: value.copy() for name, value in self._center.items()}
         self._gradients: list[Mapping[str, Any]] = []
 
     def step(self, gradient: Mapping[str, Any]) -> bool:
@@ -218,7 +237,20 @@ class AGNWorker:
         self._gradients.append(gradient)
         if len(self._gradients) < self._period:
             return False
-        self._server.push(mean(self._gradients), self._pulled)
-        self._gradients = []
-        self.values, self._pulled = self._server.pull()
+        self._server.push(self._pushed(), self._pulled)
+        self._begin(self._pulled)
         return True
+
+    def _pushed(self) -> Arrays:
+        return {name: self._center[name] - x for name, x in self.values.items()}
+
+
+class AGNWorker(LocalStepsWorker):
+    """Pushes the mean gradient instead, to a `DropStale` without a limit.
+
+    Hermans and Spanakis, "Accumulated Gradient Normalization", 2017,
+    https://arxiv.org/abs/1710.02368, in the form of TensorFlow's AGNOptimizer.
+    """
+
+    def _pushed(self) -> Arrays:
+        return mean(self._gradients)

@@ -31,7 +31,7 @@ from hpcaccum.accumulator.shared import AccumulatorStatistics
 from hpcaccum.accumulator.sparse import SparseConditionalAccumulator, SparseGradient
 from hpcaccum.accumulator.state import admits
 from hpcaccum.accumulator.vectors import VectorAccumulator
-from hpcaccum.accumulator.word_layout import WordLayout
+from hpcaccum.accumulator.word_layout import WordLayout, number_of, word_of
 
 __all__ = [
     "AccumulatorStatistics",
@@ -49,4 +49,6 @@ __all__ = [
     "VectorAccumulator",
     "WordLayout",
     "admits",
+    "number_of",
+    "word_of",
 ]

@@ -38,6 +38,7 @@ class Batch:
         divisor: Of their sum.
         step: At which the vectors were admitted; -1 if it has no meaning.
         copied: The ranks of which the agent of the host's node has copies.
+        factor: What a server multiplies their mean by; sums do not contain it.
     """
 
     parts: NodeParts
@@ -46,6 +47,7 @@ class Batch:
     divisor: int
     step: int = -1
     copied: Collection[int] = ()
+    factor: float = 1.0
 
     @property
     def is_local(self) -> bool:

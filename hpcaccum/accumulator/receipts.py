@@ -31,6 +31,8 @@ class Receipt:
         sent: False for a local step of `AGNOptimizer`, whose gradient is part of a
             later push; otherwise True.
         nonfinite: Whether it was dropped because it contains a NaN or an infinity.
+        factor: What multiplies it in its update: less than 1 if it is late and the
+            optimizer has ``lateness``.
         loss: What the loss returned as its value, from ``minimize``; otherwise None. It
             is not compared.
     """
@@ -40,6 +42,7 @@ class Receipt:
     global_step: int
     sent: bool = True
     nonfinite: bool = False
+    factor: float = 1.0
     loss: Any = field(default=None, compare=False)
 
     def __bool__(self) -> bool:

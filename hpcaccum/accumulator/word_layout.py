@@ -1,6 +1,8 @@
-"""Which words of one `AtomicWords` belong to which part of an object."""
+"""What words mean: to which part of an object they belong, and numbers as words."""
 
 from __future__ import annotations
+
+import numpy as np
 
 # 64 bytes on every processor that is common in clusters.
 _WORDS_PER_LINE = 8
@@ -34,3 +36,13 @@ class WordLayout:
 
     def _align(self) -> None:
         self.count += -self.count % _WORDS_PER_LINE
+
+
+def word_of(number: float) -> int:
+    """Return the bits of a number as a word."""
+    return int(np.float64(number).view(np.int64))
+
+
+def number_of(word: int) -> float:
+    """Return the number of a word."""
+    return float(np.int64(word).view(np.float64))

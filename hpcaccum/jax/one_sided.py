@@ -14,6 +14,7 @@ from hpcaccum.mpi import Freeable, Group, group_of
 from hpcaccum.optimizers import (
     AGNOptimizer,
     DropStaleGradientOptimizer,
+    LocalStepsOptimizer,
     SyncReplicasOptimizer,
 )
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator import Receipt, Tally
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.one_sided import OneSidedOptimizer
+    from hpcaccum.server import Lateness
 
 
 class Options(TypedDict, total=False):
@@ -258,6 +260,7 @@ class DropStale(OneSided):
         optax_rule, params, options: See `OneSided`.
         staleness: Largest lag accepted, by default twice the number of ranks; -1 drops
             everything.
+        lateness: Factor of a gradient by its lag: "inverse", or a callable.
     """
 
     def __init__(
@@ -265,9 +268,12 @@ class DropStale(OneSided):
         optax_rule: Any,
         params: Any,
         staleness: int | None = None,
+        *,
+        lateness: Lateness = None,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(optax_rule, params, {"staleness": staleness}, **options)
+        strategy = {"staleness": staleness, "lateness": lateness}
+        super().__init__(optax_rule, params, strategy, **options)
 
     def _make(self, rule: OptaxRule, options: dict[str, Any]) -> OneSidedOptimizer:
         return DropStaleGradientOptimizer(rule, **options)
@@ -322,3 +328,50 @@ class AGN(OneSided):
 
     def _make(self, rule: OptaxRule, options: dict[str, Any]) -> OneSidedOptimizer:
         return AGNOptimizer(rule, **options)
+
+
+class LocalSteps(OneSided):
+    """Makes T local updates, then pushes how far they have led: DiLoCo, local SGD.
+
+    See `LocalStepsOptimizer`. `push` updates this rank's parameters; every T-th call
+    sends their difference to those of the host, and returns these. For DiLoCo, the
+    outer rule is ``optax.sgd(0.7, momentum=0.9, nesterov=True)``. `snapshot` has the
+    state of the outer rule; that of the other one belongs to each rank, and begins
+    anew.
+
+    Args:
+        optax_rule, params, options: See `OneSided`. The arguments that ``extra`` names
+            are those of ``optax_rule``.
+        outer_rule: A GradientTransformation that updates the parameters of the host.
+        period: T, at least 1.
+        quorum: Number of pushes in an update; by default, each push is one.
+        staleness, lateness: Without a quorum, as for `DropStale`.
+    """
+
+    def __init__(
+        self,
+        optax_rule: Any,
+        outer_rule: Any,
+        params: Any,
+        period: int = 50,
+        *,
+        quorum: int | None = None,
+        staleness: int | None = None,
+        lateness: Lateness = None,
+        **options: Unpack[Options],
+    ) -> None:
+        self._outer_rule = outer_rule
+        strategy = {
+            "period": period,
+            "quorum": quorum,
+            "staleness": staleness,
+            "lateness": lateness,
+        }
+        super().__init__(optax_rule, params, strategy, **options)
+
+    def _make(self, rule: OptaxRule, options: dict[str, Any]) -> OneSidedOptimizer:
+        def check() -> OptaxRule:
+            return OptaxRule(self._outer_rule, rule.structure, rule.extra, "outer")
+
+        outer = options["comm"].agree(self._name, check, lambda _: {})
+        return LocalStepsOptimizer(rule, outer, **options)

@@ -7,8 +7,8 @@ Update rules: SGD, Momentum, Adagrad and Adam (`rules`), on the base of `update_
     cache, by a `device_update`, or all variables of a `center` as one vector.
 Wrappers: A `wrapper` holds another optimizer. `cross_shard` reduces gradients in groups
     of ranks (`shard_reducer`); `one_sided` is the base of `sync_replicas`, `drop_stale`
-    and `agn`, which send gradients to a parameter server on the ranks that `servers`
-    chooses; the `center` is what the server updates.
+    and of `local_steps`, which is that of `agn`. They send gradients to a parameter
+    server on the ranks that `servers` chooses; the `center` is what the server updates.
 Gradients: `checks` checks what callers pass, `finite` finds NaN and infinity; `slices`
     are for gradients of some rows.
 State: `start` gives all ranks the same variables; `snapshot` copies and restores them.
@@ -23,6 +23,7 @@ from hpcaccum.optimizers.base import Optimizer
 from hpcaccum.optimizers.cross_shard import CrossShardOptimizer, Reduction
 from hpcaccum.optimizers.drop_stale import DropStaleGradientOptimizer
 from hpcaccum.optimizers.finite import clip_by_global_norm
+from hpcaccum.optimizers.local_steps import LocalStepsOptimizer
 from hpcaccum.optimizers.rules import SGD, Adagrad, Adam, Momentum
 from hpcaccum.optimizers.sync_replicas import SyncReplicasOptimizer
 from hpcaccum.optimizers.variable import Variable
@@ -35,6 +36,7 @@ __all__ = [
     "Adam",
     "CrossShardOptimizer",
     "DropStaleGradientOptimizer",
+    "LocalStepsOptimizer",
     "Momentum",
     "Optimizer",
     "Reduction",

@@ -8,16 +8,13 @@ import numpy as np
 
 from hpcaccum.accumulator import Receipt
 from hpcaccum.arguments import positive_count
-from hpcaccum.device import all_on_device, copyto, cupy, release
-from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.device import copyto
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import Layout
-from hpcaccum.optimizers.base import Optimizer, set_global_step
-from hpcaccum.optimizers.checks import check_pairs
-from hpcaccum.optimizers.one_sided import OneSidedOptimizer
+from hpcaccum.optimizers.base import Optimizer
+from hpcaccum.optimizers.local_steps import LocalSteps
 from hpcaccum.optimizers.slices import add_slices, apart, copied_rows
 from hpcaccum.optimizers.variable import Variable
-from hpcaccum.optimizers.wrapper import one_thread
 from hpcaccum.rows import IndexedSlices, Rows, merged, union_size
 from hpcaccum.server import BoundedStalenessInbox, ServerOptions, gradients_by_name
 
@@ -29,7 +26,7 @@ if TYPE_CHECKING:
 
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
-    from hpcaccum.optimizers.checks import Loss, Pairs, PairsLike, Variables
+    from hpcaccum.optimizers.checks import Pairs, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.slices import Gradient
     from hpcaccum.rows import RowPlace
@@ -104,7 +101,7 @@ def get_variable(
     return var
 
 
-class AGNOptimizer(OneSidedOptimizer):
+class AGNOptimizer(LocalSteps):
     """Accumulated gradient normalization: T local steps, then one push of their mean.
 
     One call with gradient g, local variable x, center c, sum a, period T::
@@ -120,6 +117,9 @@ class AGNOptimizer(OneSidedOptimizer):
     those of x. If g is an `IndexedSlices`, the inner optimizer updates its rows of x.
     If the variable is sparse, a has these rows, and so has what is pushed; else both
     are dense arrays.
+
+    A variable whose gradient is None in a call is not updated by it; if that call
+    pushes, it is neither pushed nor pulled.
 
     Args:
         optimizer: Makes the local updates and, on the host rank, those of the center.
@@ -180,17 +180,13 @@ class AGNOptimizer(OneSidedOptimizer):
             on_nonfinite,
             min_workers,
         )
-        super().__init__(optimizer, name, check, place)
+        super().__init__(optimizer, None, name, check, place)
         self._getter = custom_getter
         self._share = self._period = self._options["communication_period"]
-        self._calls = 0
         # Names of the variables whose sum is an array that is not zero.
         self._summed: set[str] = set()
         # The sums of sparse variables.
         self._rows = SummedRows([], self._period)
-        # Sums of gradients on a device. Plain CuPy expressions add to them: a kernel
-        # would move as many bytes.
-        self._on_device: dict[str, Array] = {}
 
     def _make_inbox(
         self, size: int, dtype: np.dtype[Any], rows: Sequence[RowPlace]
@@ -226,13 +222,7 @@ class AGNOptimizer(OneSidedOptimizer):
     def _start(self, variables: list[Variable]) -> None:
         super()._start(variables)
         self._rows = SummedRows(variables, self._period)
-        self._calls = 0
         self._summed.clear()
-
-    def _end_server(self) -> None:
-        super()._end_server()
-        # The local steps begin anew, too.
-        self._kept_state(None).forget()
 
     def _check_registered(self, variables: Iterable[Variable]) -> None:
         if self._getter is None:
@@ -249,84 +239,20 @@ class AGNOptimizer(OneSidedOptimizer):
         self._check_registered(variables)
         super()._check_known(variables)
 
-    @one_thread
-    def compute_gradients(
-        self, loss: Loss, var_list: Variables | None = None, *args: Any, **kwargs: Any
-    ) -> Pairs:
-        """Compute the gradients at this rank's own variables; nothing is pulled."""
-        variables = self._prepare(var_list)
-        return Optimizer.compute_gradients(self, loss, variables, *args, **kwargs)
+    def _first_variables(self, variables: list[Variable]) -> list[Variable] | None:
+        self._check_registered(variables)
+        return variables if self._getter is None else None
 
-    @one_thread
-    def apply_gradients(
-        self,
-        grads_and_vars: PairsLike,
-        global_step: Variable | None = None,
-        name: str | None = None,
-    ) -> Receipt:
-        """Make a local step; at every T-th call, push and take the new center.
-
-        A variable with a gradient of None is neither updated, nor pushed, nor pulled.
-
-        Returns:
-            The receipt of the push. If this call made none, one that is not `sent`,
-            with the step of the last pull.
-
-        Raises:
-            InvalidArgumentError, TypeError: On this rank, also if it has left; nothing
-                is changed.
-        """
-        pairs = check_pairs(grads_and_vars)
-        self._checked_step(global_step)
-        variables = [var for _, var in pairs]
-        if self._server is None:
-            self._check_registered(variables)
-            self.initialize(variables if self._getter is None else None)
-        server = self._training_server()
-        self._check_known(variables)
-        # Before the local step.
-        server.check_present()
-        if self._drops(pairs):
-            receipt = server.drop(self._step)
-            self._note(receipt)
-            return receipt
+    def _step_locally(self, server: ParameterServer, pairs: Pairs) -> None:
         rows = copied_rows(pairs, self._rows.dtype)
         self._rows.check(rows)
-        try:
-            receipt = self._make_step(server, pairs, rows)
-        except BaseException:
-            # Some rows may have changed that are in no sum: pull all of them.
-            server.forget(rows)
-            raise
-        if receipt.sent:
-            self._note(receipt)
-            set_global_step(global_step, self._step)
-        return receipt
-
-    def _make_step(
-        self, server: ParameterServer, pairs: Pairs, rows: Mapping[str, Rows]
-    ) -> Receipt:
-        """Make a local step; push and pull if the period ends."""
         grads = {n: g for n, g in gradients_by_name(pairs).items() if n not in rows}
         # The sums need them as they are now.
         arrays = apart(grads, [var.value for _, var in pairs])
         self.inner.apply_gradients(pairs)
-        self._add(self._sums(server), arrays)
+        # On a device, plain CuPy expressions: a kernel would move as many bytes.
+        self._add(self._places(server), arrays)
         self._rows.add(rows)
-        self._calls += 1
-        if self._calls % self._period:
-            return Receipt(True, self._step, self._step, sent=False)
-        return self._communicate(server, arrays, rows)
-
-    def _sums(self, server: ParameterServer) -> Mapping[str, Array]:
-        """Return the sums of gradients: this rank's slot, or device memory."""
-        if not all_on_device("variables", self._values.values()):
-            return server.gradient_arrays()
-        for name, value in self._values.items():
-            if name not in self._on_device:
-                dtype = accumulation_dtype(value.dtype)
-                self._on_device[name] = cupy().zeros(value.shape, dtype)
-        return self._on_device
 
     def _add(self, sums: Mapping[str, Array], grads: Mapping[str, Gradient]) -> None:
         for name, grad in grads.items():
@@ -339,14 +265,13 @@ class AGNOptimizer(OneSidedOptimizer):
                 np.add(total, grad, out=total, casting="same_kind")
         self._summed.update(grads)
 
-    def _communicate(
-        self, server: ParameterServer, names: Iterable[str], sparse: Iterable[str]
-    ) -> Receipt:
-        """Push the mean gradients of some variables; pull these variables."""
-        sums = self._sums(server)
-        arrays = {name: sums[name] for name in names}
+    def _communicate(self, server: ParameterServer, pairs: Pairs) -> Receipt:
+        """Push the mean gradients of the variables of a call; pull these variables."""
+        sums, given = self._places(server), [v for grad, v in pairs if grad is not None]
+        arrays = {var.name: sums[var.name] for var in given if not var.sparse}
         for total in arrays.values():
             np.divide(total, total.dtype.type(self._period), out=total)
+        sparse = [var.name for var in given if var.sparse]
         rows = self._rows.means(sparse, self._period)
         means: dict[str, Array | Rows] = {**arrays, **rows}
         # Variables without a gradient in this call keep their sums. First: a push that
@@ -358,22 +283,6 @@ class AGNOptimizer(OneSidedOptimizer):
         # The local steps have changed the rows that are pushed.
         self._pull({name: self._values[name] for name in means})
         return receipt
-
-    @one_thread
-    def gradient_arrays(self) -> dict[str, Array]:
-        """Return arrays in which a loss can compute its next gradients, by name.
-
-        They are not the arrays in which gradients are summed.
-
-        Raises:
-            InvalidArgumentError: Before `initialize`, or on a dedicated server.
-        """
-        self._training_server()
-        return Optimizer.gradient_arrays(self)
-
-    def _free(self) -> None:
-        super()._free()
-        release(self._on_device)
 
     def get_init_op(self, task_index: int) -> Callable[[], None]:
         """Return a callable that sets this rank's variables to the center's.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, Any
 
+from hpcaccum.arguments import integer
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
-from hpcaccum.server import BoundedStalenessInbox, ServerOptions
+from hpcaccum.server import BoundedStalenessInbox, ServerOptions, factors_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.checks import Loss, Pairs, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.rows import RowPlace
-    from hpcaccum.server import Inbox, ParameterServer, Servers
+    from hpcaccum.server import Inbox, Lateness, ParameterServer, Servers
 
 
 class DropStaleGradientOptimizer(OneSidedOptimizer):
@@ -31,17 +31,27 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
     together: an accepted gradient updates every variable and increments the step; a
     dropped one changes only `stale_counter`.
 
+    With ``lateness``, an accepted gradient is multiplied by a factor that depends on
+    its lag, before the update: ``c := opt(c, lateness(lag) * gradient)``. The receipt
+    has the factor.
+
     Args:
         opt: Makes the updates, on the host rank.
         staleness: Largest lag accepted; by default, twice the number of ranks that
             train. -1 drops everything.
         use_locking: Ignored.
         name: Name for messages.
+        lateness: Factor of a gradient by its lag: "inverse", which is 1 / (1 + lag), or
+            a callable that takes a lag and returns a number from 0 to 1. It is called
+            at once, for each lag from 0 to ``staleness``, but not above 1000; larger
+            lags have the factor of 1000. It must return the same on all ranks. By
+            default all factors are 1.
         comm, host, dedicated, servers, on_nonfinite, min_workers: See
             `OneSidedOptimizer`.
 
     Source: the behavior of ``tf.contrib.opt``'s optimizer of this name, whose check
-        and update are not atomic.
+        and update are not atomic. Lateness: Zhang et al., Staleness-aware Async-SGD for
+        Distributed Deep Learning, 2016 (arXiv:1511.05950).
     """
 
     def __init__(
@@ -51,6 +61,7 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
         use_locking: bool = False,
         name: str = "DropStaleGradient",
         *,
+        lateness: Lateness = None,
         comm: mpi4py_MPI.Comm | Group | None = None,
         host: int = 0,
         dedicated: bool = False,
@@ -58,10 +69,14 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
         on_nonfinite: OnNonfinite = "accept",
         min_workers: int = 1,
     ) -> None:
+        def check(workers: int) -> dict[str, Any]:
+            most = 2 * workers if staleness is None else integer(staleness, "staleness")
+            return {"staleness": most, "lateness": factors_of(lateness, most)}
+
         super().__init__(
             opt,
             name,
-            lambda workers: {"staleness": _staleness(staleness, workers)},
+            check,
             ServerOptions(comm, host, dedicated, servers, on_nonfinite, min_workers),
         )
         # The step of the parameters in the last compute_gradients; None before it.
@@ -77,6 +92,7 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
             dtype,
             max_lag=self._options["staleness"],
             workers=self._workers,
+            factors=self._options["lateness"],
             what=self.get_name(),
         )
 
@@ -107,12 +123,3 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
     def stale_counter(self) -> int:
         """Number of gradients dropped so far, of all workers."""
         return sum(self.statistics().dropped)
-
-
-def _staleness(staleness: Any, workers: int) -> int:
-    if staleness is None:
-        return 2 * workers
-    try:
-        return operator.index(staleness)
-    except TypeError:
-        raise TypeError(f"staleness must be an integer, got {staleness!r}") from None

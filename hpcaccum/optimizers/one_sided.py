@@ -13,7 +13,7 @@ from hpcaccum import metrics
 from hpcaccum.device import all_on_device, to_host
 from hpcaccum.errors import InvalidArgumentError, counted
 from hpcaccum.mpi import group_of
-from hpcaccum.optimizers.base import ExchangeKind, Optimizer, set_global_step
+from hpcaccum.optimizers.base import ExchangeKind, KeptState, Optimizer, set_global_step
 from hpcaccum.optimizers.center import Center, FlatRule, flat_rule
 from hpcaccum.optimizers.checks import (
     capacities,
@@ -76,6 +76,7 @@ class OneSidedOptimizer(Wrapper):
         check: Checks the options of this rank, given the number of ranks that train;
             returns those that must be the same on all ranks, by name.
         options: The following ones, which all one-sided optimizers have.
+        outer: Updates the center in place of ``opt``, which then makes local steps.
         comm: Communicator of the ranks; COMM_WORLD by default.
         host: The rank that holds the center.
         dedicated: Whether servers only serve; they then call `serve` after
@@ -111,6 +112,7 @@ class OneSidedOptimizer(Wrapper):
         name: str,
         check: Callable[[int], Mapping[str, Any]],
         options: ServerOptions,
+        outer: Optimizer | None = None,
     ) -> None:
         group = group_of(options.comm)
 
@@ -121,6 +123,7 @@ class OneSidedOptimizer(Wrapper):
             return {"optimizer": opt, **facts, **own}
 
         super().__init__(opt, name, group, check_all, options.on_nonfinite)
+        self.outer = opt if outer is None else outer
         self._root: int = self._options["host"]
         self._place = options
         # None if they depend on the variables.
@@ -174,9 +177,9 @@ class OneSidedOptimizer(Wrapper):
         if self._group.rank == 0:
             warn_of_wider(self.get_name(), variables)
         self._start(variables)
-        flat = flat_rule(self.inner)
+        flat = flat_rule(self.outer)
         server = self._server = self._make_server(variables, flat)
-        center = self._center = Center(self.inner, flat, server, self._values)
+        center = self._center = Center(self.outer, flat, server, self._values)
         # Without slots: it computes gradients of these, but updates the center's.
         Optimizer.initialize(self.inner, variables)
         states = server.divide(self._restored)
@@ -193,7 +196,7 @@ class OneSidedOptimizer(Wrapper):
         servers = self._servers
         if servers is None:
             nbytes = sum(var.value.nbytes for var in variables)
-            divisible = self.inner.elementwise and not any(v.sparse for v in variables)
+            divisible = self.outer.elementwise and not any(v.sparse for v in variables)
             servers = spread(self._root, self._group, nbytes, divisible=divisible)
         self._place = dataclasses.replace(self._place, servers=servers)
         if self._group.rank == 0:
@@ -206,7 +209,7 @@ class OneSidedOptimizer(Wrapper):
             self.get_name(),
             rule=flat,
             finish=self._pull_all,
-            elementwise=self.inner.elementwise,
+            elementwise=self.outer.elementwise,
             capacities=capacities(variables, self._share),
             **self._earlier,
         )
@@ -218,7 +221,7 @@ class OneSidedOptimizer(Wrapper):
 
     def _check_start(self, var_list: Any) -> list[Variable]:
         variables = super()._check_start(var_list)
-        needs = self.inner._needs_for_rows()
+        needs = self.outer._needs_for_rows()
         check_sparse(self.get_name(), variables, self._servers, needs)
         return variables
 
@@ -448,7 +451,8 @@ class OneSidedOptimizer(Wrapper):
         Slots, the step and the counts do not change. No gradient is lost: one that was
         accepted before, and is not applied yet, changes the new values. One that a rank
         computed before, and sends later, counts as computed with the new values; so do
-        the gradients that AGN has added up since its last push.
+        the gradients that AGN has added up since its last push. Local steps of
+        `LocalStepsOptimizer` since its last push are undone.
 
         Raises:
             InvalidArgumentError: Before `initialize`; on every rank, in a block of
@@ -481,6 +485,9 @@ class OneSidedOptimizer(Wrapper):
         self._useful = self._step = server.assign(values)
 
     # Questions, on every rank
+
+    def _kept_state(self, var_list: Variables | None) -> KeptState:
+        return self.outer._kept_state(self._given_or_known(var_list))
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
         """Return a slot of this rank's variable or, on the host rank, of the center's.
@@ -528,7 +535,7 @@ class OneSidedOptimizer(Wrapper):
             As `Optimizer.snapshot`; and "global_step", the number of updates, and
             "tally", the `statistics` as lists. These may count gradients whose update
             is not yet made: it is not part of the snapshot, nor are gradients that a
-            rank has not yet pushed, or the sums of AGN.
+            rank has not yet pushed, the sums of AGN, or local steps.
 
         Raises:
             InvalidArgumentError: On other ranks, or before `initialize`.
@@ -589,6 +596,10 @@ class OneSidedOptimizer(Wrapper):
     def freed(self) -> bool:
         """Whether it was freed, by `free` or with its server before MPI_Finalize."""
         return self._freed or (self._server is not None and self._server.freed)
+
+    def _release(self) -> None:
+        super()._release()
+        self.outer._release()
 
     def _free(self) -> None:
         if self._server is not None:

@@ -130,7 +130,7 @@ class Wrapper(Freeable, Optimizer):
         """The learning rate of the inner optimizer; may be set.
 
         With a one-sided optimizer, set it on the host, which updates the center; on
-        other ranks it affects only the local steps of `AGNOptimizer`. With a collective
+        other ranks it affects only local steps. With a collective
         optimizer, set it to the same value on all ranks of a group: different numbers
         raise an error at its next update, but results of callables are not compared.
 

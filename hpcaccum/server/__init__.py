@@ -5,7 +5,7 @@ root is the rank that decides what makes each update; users call it the host.
 
 gradients: A rank writes its gradient as one vector (`wire_format`) and submits it to an
     `Inbox`, of which there are two: `QuorumInbox`, and `BoundedStalenessInbox` with an
-    `update_queue`.
+    `update_queue` and the factors of late gradients (`lateness`).
 updates: A server runs an `UpdateLoop`, which updates what the server has of the center:
     all of it, or a `part`. On one node, `node_update` divides an update among the ranks
     that wait.
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from hpcaccum.server.bounded_staleness import BoundedStalenessInbox
 from hpcaccum.server.inbox import Inbox
+from hpcaccum.server.lateness import Lateness, factors_of
 from hpcaccum.server.options import ServerOptions, Servers, check_nodes, spread
 from hpcaccum.server.part import joined
 from hpcaccum.server.publisher import Publisher
@@ -34,6 +35,7 @@ from hpcaccum.server.wire_format import gradients_by_name
 __all__ = [
     "BoundedStalenessInbox",
     "Inbox",
+    "Lateness",
     "ParameterServer",
     "Publisher",
     "QuorumInbox",
@@ -42,6 +44,7 @@ __all__ = [
     "Servers",
     "check_first_step",
     "check_nodes",
+    "factors_of",
     "gradients_by_name",
     "joined",
     "spread",

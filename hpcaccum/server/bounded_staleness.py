@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator import Membership, Tally
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
+    from hpcaccum.server.lateness import Factors
 
 
 class BoundedStalenessInbox:
@@ -51,6 +52,7 @@ class BoundedStalenessInbox:
         max_lag: Largest lag that is admitted, in steps; infinity admits all gradients.
         workers: Number of ranks that submit, and may leave; all by default. If not
             all, the root does not submit.
+        factors: Of gradients by their lag, the same on all ranks; all 1 by default.
         what: Begins messages.
     """
 
@@ -66,6 +68,7 @@ class BoundedStalenessInbox:
         *,
         max_lag: float = math.inf,
         workers: int | None = None,
+        factors: Factors | None = None,
         what: str = "gradients",
     ) -> None:
         self._group, self._size, self._dtype = group, size, np.dtype(dtype)
@@ -73,7 +76,7 @@ class BoundedStalenessInbox:
         self._max_lag = max_lag
         with contextlib.ExitStack() as undo:
             workers = group.size if workers is None else workers
-            self._queue = UpdateQueue(group, root, max_lag, workers)
+            self._queue = UpdateQueue(group, root, max_lag, workers, factors)
             undo.callback(self._queue.words.free)
             nbytes = size * self._dtype.itemsize
             self.parts = NodeParts(group, nbytes, what, takers=[root])
@@ -82,9 +85,10 @@ class BoundedStalenessInbox:
         # A view of mapped memory: a rank may use its buffer after `free`.
         self._buffer = self._view(group.rank)
         self._pinned: Pinned | None = None
-        # On the root, by step: whose gradient it is, if that is known and the gradient
-        # not applied. Once its rank has the parameters, another one may get its place.
-        self._found: dict[int, int] = {}
+        # On the root, by step: whose gradient it is, and its factor, if these are known
+        # and it is not applied. Once its rank has the parameters, another one may get
+        # its place.
+        self._found: dict[int, tuple[int, float]] = {}
         # The step that the update of this rank's last gradient makes.
         self._submitted = 0
         # The step of a gradient to which an agent has not answered.
@@ -180,7 +184,7 @@ class BoundedStalenessInbox:
             # The place may be that of a later gradient.
             self.membership.check_counts()
             # The store of the word orders it after all stores to the buffer.
-            self._queue.put(receipt.global_step, rank)
+            self._queue.put(receipt, rank)
         self._queue.end_intent(rank)
         self.counters.count(receipt)
         self.words.flush()
@@ -201,7 +205,7 @@ class BoundedStalenessInbox:
         # First: a gradient that was applied is in the counts.
         self.counters.count_for(rank, receipt)
         if receipt:
-            self._queue.put(receipt.global_step, whose)
+            self._queue.put(receipt, whose)
         self._queue.end_intent(rank)
         self.words.flush()
         return receipt.accepted, receipt.global_step
@@ -209,7 +213,7 @@ class BoundedStalenessInbox:
     def _note(self, accepted: bool, step: int) -> Receipt:
         """Note what an agent has done for this rank; return the receipt."""
         assert self._unanswered is not None
-        receipt = Receipt(accepted, self._unanswered, step)
+        receipt = self._queue.receipt(accepted, self._unanswered, step)
         self._unanswered = None
         if receipt:
             self._submitted = step + 1
@@ -265,14 +269,16 @@ class BoundedStalenessInbox:
         copied = [rank] if whose & COPIED else []
         is_lost = rank == NOBODY or (not copied and self.parts.is_lost(rank))
         places = [] if is_lost else [(rank, 0)]
-        return Batch(self.parts, places, self._dtype, 1, step, copied)
+        _, factor = self._found.get(step, (whose, 1.0))
+        return Batch(self.parts, places, self._dtype, 1, step, copied, factor)
 
     def _look(self, step: int) -> int | None:
         """Return whose gradient it is, also when another one has the place."""
-        whose = self._found.get(step)
-        if whose is None and (whose := self._queue.whose(step)) is not None:
-            self._found[step] = whose
-        return whose
+        if step not in self._found:
+            if (whose := self._queue.whose(step)) is None:
+                return None
+            self._found[step] = whose, self._queue.factor(step)
+        return self._found[step][0]
 
     def _find(self, step: int) -> int | None:
         """Return whose gradient was admitted at a step; None: none yet."""

@@ -8,10 +8,13 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import BrokenObjectError, EverybodyLeftError
 from hpcaccum.mpi import report_and_abort
 from hpcaccum.nodes import LostNodeError
+from hpcaccum.rows import IndexedSlices
 from hpcaccum.server.double_buffer import version_of
 from hpcaccum.spans import traced
 
@@ -165,6 +168,8 @@ class UpdateLoop(Loop):
         super().__init__(inbox, lock, what)
         self._part, self._publisher, self._node_update = part, publisher, node_update
         self._kept: Mapping[str, Array] = {}
+        # By variable: memory for a gradient times its factor.
+        self._room: dict[str, Array] = {}
         self.center = part.center
         self.slots = None if node_update is None else node_update.slots
 
@@ -189,12 +194,25 @@ class UpdateLoop(Loop):
                 if grads:
                     self._broken = True
                     self._part.note(grads)
+                    if batch.factor != 1:
+                        grads = {n: self._scaled(n, grads[n], batch) for n in grads}
                     self.update(grads, self._inbox.rate)
                 self._part.write(flat)
             # A rank that gave one of several gradients waits for their update.
             waiting = [rank for rank, _ in batch.places] if self._inbox.adds else []
             self._publisher.complete(version, waiting)
             self._step = batch.step + 1
+
+    def _scaled(self, name: str, grad: Any, batch: Any) -> Any:
+        """Return a gradient times its factor; its rank may still read it."""
+        if isinstance(grad, IndexedSlices):
+            values = grad.values * grad.values.dtype.type(batch.factor)
+            return IndexedSlices(values, grad.indices, grad.dense_shape)
+        if name not in self._room:
+            self._room[name] = np.empty_like(grad)
+        factor = grad.dtype.type(batch.factor)
+        with np.errstate(all="ignore"):
+            return np.multiply(grad, factor, out=self._room[name])
 
     def _update_together(self, batch: Any, flat: Array) -> bool:
         """Update the center and write it to a vector, if all ranks can help."""

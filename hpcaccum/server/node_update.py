@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from hpcaccum.accumulator import Batch
+from hpcaccum.accumulator import Batch, number_of, word_of
 from hpcaccum.mpi import MPI, AtomicWords, memory_of_rank, report_and_abort
 from hpcaccum.spans import traced
 from hpcaccum.summation import add_at_once
@@ -46,11 +46,12 @@ _SHARES, _LEAST, _MOST = 4, 1 << 15, 1 << 19
 # Elements for which a rank wakes another thread.
 _THREAD = 1 << 18
 # Words: the next piece to work on, and how many are complete; then the update: four
-# counts, the numbers of the rule as bits, and the places of the gradients. Others
-# follow: of each piece, who works on which chunk; of each worker, whether it works.
+# counts, the factor of the mean and the numbers of the rule as bits, and the places of
+# the gradients. Others follow: of each piece, who works on which chunk; of each worker,
+# whether it works.
 _NEXT, _DONE, _UPDATE = 0, 8, 16
 _NUMBERS = 4
-_FIXED = 4 + _NUMBERS
+_FIXED = 5 + _NUMBERS
 # The word of the next piece: the number of the update, which begins again at 0 after so
 # many, and the piece.
 _NUMBERED, _BITS = 1 << 31, 32
@@ -99,6 +100,7 @@ class _Update(NamedTuple):
     copy: Array
     gradients: Sequence[Array]
     divisor: int
+    factor: float
     numbers: Sequence[float]
 
 
@@ -247,7 +249,7 @@ class NodeUpdate:
         places = [number for place in batch.places for number in place]
         padded = np.array([*numbers, *[0.0] * (_NUMBERS - len(numbers))])
         counts = len(batch.places), len(numbers)
-        head = [self._copies.writing, batch.divisor, *counts]
+        head = [self._copies.writing, batch.divisor, *counts, word_of(batch.factor)]
         self._words.store(_UPDATE, [*head, *padded.view(np.int64).tolist(), *places])
         self._words.store(_DONE, [0])
         # Last: from now on other ranks take pieces. No store, as they change the word
@@ -257,16 +259,17 @@ class NodeUpdate:
 
     def _announced(self) -> _Update:
         words = self._words.read_range(_UPDATE, _FIXED + 2 * self._ranks)
-        copy, divisor, count, used = words[:4]
-        numbers = np.array(words[4 : 4 + used]).view(np.float64).tolist()
+        copy, divisor, count, used, factor = words[:5]
+        numbers = np.array(words[5 : 5 + used]).view(np.float64).tolist()
         ends = words[_FIXED : _FIXED + 2 * count]
         places = list(zip(ends[::2], ends[1::2], strict=True))
-        batch = Batch(self._parts, places, self._layout.dtype, divisor)
+        dtype, scale = self._layout.dtype, number_of(factor)
+        batch = Batch(self._parts, places, dtype, divisor, factor=scale)
         return self._update(batch, self._copies.copy(copy), numbers)
 
     def _update(self, batch: Batch, copy: Array, numbers: Sequence[float]) -> _Update:
         gradients = batch.views(self._layout.size)
-        return _Update(copy, gradients, batch.divisor, numbers)
+        return _Update(copy, gradients, batch.divisor, batch.factor, numbers)
 
     def help(self) -> None:
         """Work on the pieces of an update, if any are left."""
@@ -337,10 +340,12 @@ class NodeUpdate:
     ) -> None:
         value = self._center[chunk]
         gradients = [gradient[chunk] for gradient in update.gradients]
-        if len(gradients) == 1 and update.divisor == 1:
+        if len(gradients) == 1 and update.divisor == update.factor == 1:
             mean = gradients[0]
         else:
             add_at_once(gradients, mean, update.divisor)
+        if update.factor != 1:
+            np.multiply(mean, update.factor, mean)
         slots = [slot[chunk] for slot in self._slots]
         self._rule.update(value, mean, slots, scratch, update.numbers)
         update.copy[chunk] = value

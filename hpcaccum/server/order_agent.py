@@ -13,10 +13,7 @@ travel at the same time.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from hpcaccum.server.agent_line import AgentLine
 from hpcaccum.server.double_buffer import step_of, version_of
@@ -31,25 +28,15 @@ if TYPE_CHECKING:
     from hpcaccum.server.publisher import Publisher
 
 # Words of a node. Of a server: the number of its newest order, of the last that it has
-# carried out, what it asks for, a number that belongs to that, the version that it
+# carried out, what it asks for, two numbers that belong to that, the version that it
 # makes, and which gradients. Then, on the root's node, the last version of each server.
-ORDER, DONE, KIND, DETAIL, VERSION, BUFFER, MADE = range(7)
-# What an order asks a server for: an update, with a learning rate as bits; an answer,
-# with the number of the question; to take the values that were assigned.
+ORDER, DONE, KIND, DETAIL, FACTOR, VERSION, BUFFER, MADE = range(8)
+# What an order asks a server for: an update, with a learning rate and the factor of the
+# gradients as bits; an answer, with the number of the question; to take the values that
+# were assigned.
 UPDATE, NO_UPDATE, ANSWER, END, ASSIGN = range(5)
 # Channels of messages: gradients, first parameters, questions to servers, answers.
 GRADIENTS, PARAMETERS, QUESTIONS, ANSWERS = range(4)
-
-
-def bits(rate: float | None) -> int:
-    """Return a learning rate as a word; that of NaN for None."""
-    return int(np.float64(math.nan if rate is None else rate).view(np.int64))
-
-
-def rate_of(word: int) -> float | None:
-    """Return the learning rate of a word."""
-    rate = float(np.int64(word).view(np.float64))
-    return None if math.isnan(rate) else rate
 
 
 class OrderAgent:
@@ -112,14 +99,14 @@ class OrderAgent:
         version: int,
         places: list[Place],
         divisor: int,
-        rate: float | None,
+        numbers: tuple[int, int],
         awaited: bool,
     ) -> None:
         """Send the order for a version to all nodes concerned."""
         givers = self._gradients.by_node(places)
         # Nodes that have given gradients need not ask.
         ready = self._parameters.promise(version, givers if awaited else ())
-        order = version, places, divisor, rate, ready
+        order = version, places, divisor, numbers, ready
         self._line.tell({*givers, *ready, *self._nodes}, "step", *order)
 
     def _do_made(self, server: int, version: int) -> None:
@@ -142,7 +129,7 @@ class OrderAgent:
         version: int,
         places: list[Place],
         divisor: int,
-        rate: float | None,
+        numbers: tuple[int, int],
         ready: list[int],
     ) -> None:
         """Give gradients, and make the version if this node has a server."""
@@ -154,7 +141,7 @@ class OrderAgent:
                 # If there are several nodes, no other step has been ordered.
                 collect = self._collect(version, places, divisor)
                 self._collecting[next(iter(by_node))].add(collect)
-            steps = self._make(version, bool(places), rate, ready)
+            steps = self._make(version, bool(places), numbers, ready)
             self._parameters.turns.add(steps)
         if self._line.node in ready:
             self._parameters.expect(version)
@@ -193,7 +180,7 @@ class OrderAgent:
     # On a server's node
 
     def _make(
-        self, version: int, given: bool, rate: float | None, nodes: list[int]
+        self, version: int, given: bool, numbers: tuple[int, int], nodes: list[int]
     ) -> Steps:
         """Have the server make a version; send it to nodes."""
         while given and version not in self._collected:
@@ -202,13 +189,13 @@ class OrderAgent:
         kind = UPDATE if given else NO_UPDATE
         if version != version_of(step_of(version)):
             kind = ASSIGN
-        yield from self._obey(kind, bits(rate), version, self._buffer(version))
+        yield from self._obey(kind, *numbers, version, self._buffer(version))
         yield from self._parameters.sending(version, nodes)
         self._line.tell(self._nodes[:1], "made", self._publisher.number, version)
 
     def _do_obey(self, kind: int, detail: int = 0) -> None:
         """Give the server an order of another kind, after all earlier ones."""
-        self._parameters.turns.add(self._obey(kind, detail, 0, 0))
+        self._parameters.turns.add(self._obey(kind, detail, 0, 0, 0))
 
     def _obey(self, kind: int, *details: int) -> Iterator[bool]:
         """Give the server of this node an order; wait until it is carried out."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcaccum.accumulator import number_of, word_of
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import to_host
 from hpcaccum.errors import EverybodyLeftError
@@ -23,7 +25,6 @@ from hpcaccum.server.order_agent import (
     ANSWERS,
     ASSIGN,
     BUFFER,
-    DETAIL,
     DONE,
     END,
     KIND,
@@ -32,9 +33,7 @@ from hpcaccum.server.order_agent import (
     PARAMETERS,
     QUESTIONS,
     UPDATE,
-    VERSION,
     OrderAgent,
-    rate_of,
 )
 from hpcaccum.server.part import Order, OwnPart
 from hpcaccum.server.questions import Questions
@@ -212,13 +211,15 @@ class Orders:
 
         Only as many steps as there are buffers may be ordered and not made.
         """
-        self._order(version_of(step), list(batch.places), batch.divisor, rate, awaited)
+        numbers = word_of(math.nan if rate is None else rate), word_of(batch.factor)
+        places = list(batch.places)
+        self._order(version_of(step), places, batch.divisor, numbers, awaited)
         self.ordered = step
 
     def order_again(self) -> int:
         """Order a version of the newest step with what was kept; the root only."""
         version = self._publisher.newest_version() + 1
-        self._order(version, [], 1, None, False)
+        self._order(version, [], 1, (0, 0), False)
         return version
 
     def _order(self, version: int, *request: Any) -> None:
@@ -268,15 +269,21 @@ class Orders:
         Orders of other kinds that come before it are carried out.
         """
         while not self._ended:
-            number, kind, detail, version, buffer = self._next_order(deadline)
+            number, order = self._next_order(deadline)
+            kind, detail, factor, version, buffer = order
             if kind == ANSWER:
                 limit = Deadline(None, f"{self._what}: server")
                 self.questions.answer(self.answer, detail, limit)
             elif kind == ASSIGN:
                 self.assign(version)
             elif kind != END:
-                self.rate = rate_of(detail)
-                yield Order(step_of(version) - 1, buffer if kind == UPDATE else None)
+                rate = number_of(detail)
+                self.rate = None if math.isnan(rate) else rate
+                yield Order(
+                    step_of(version) - 1,
+                    buffer if kind == UPDATE else None,
+                    number_of(factor),
+                )
             self._ended = kind == END
             self._number = number
             self._words.write(DONE, number)
@@ -285,12 +292,13 @@ class Orders:
                 return
         raise EverybodyLeftError(f"{self._what}: the host has ended all servers")
 
-    def _next_order(self, deadline: Deadline) -> tuple[int, int, int, int, int]:
+    def _next_order(self, deadline: Deadline) -> tuple[int, list[int]]:
+        """Return the number of the next order, and its words from KIND on."""
         read, last = self._words.read, self._number
         self._publisher.changed.wait(
             lambda: read(ORDER) > last, deadline, lambda: "an order"
         )
-        return read(ORDER), read(KIND), read(DETAIL), read(VERSION), read(BUFFER)
+        return read(ORDER), self._words.read_range(KIND, BUFFER + 1 - KIND)
 
     def awaited(self, step: int) -> str:
         """Return what the update of a step lacks."""

@@ -29,10 +29,12 @@ class Order(NamedTuple):
     Attributes:
         step: The step that it follows.
         buffer: Which gradients make it; None for none.
+        factor: See `Batch`.
     """
 
     step: int
     buffer: int | None
+    factor: float
 
 
 def cut(layout: Layout, count: int, *, elementwise: bool) -> list[slice]:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from hpcaccum.accumulator import Counters, Membership, Receipt, WordLayout, admits
+from hpcaccum.accumulator import (
+    Counters,
+    Membership,
+    Receipt,
+    WordLayout,
+    admits,
+    number_of,
+    word_of,
+)
 from hpcaccum.errors import EverybodyLeftError, format_ranks
 from hpcaccum.mpi import AtomicWords
 
@@ -13,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hpcaccum.mpi import Group
+    from hpcaccum.server.lateness import Factors
 
 # On a cache line of its own: swaps of _STEP must not slow down reads of other words.
 _FIXED = WordLayout()
@@ -33,7 +43,8 @@ class UpdateQueue:
     """A queue of gradients for the root, with as many places as ranks. Collective.
 
     Gradients that are admitted and not applied have consecutive steps, at most as many
-    as there are ranks, and each has a place of its own: that of its step.
+    as there are ranks, and each has a place of its own: that of its step. A second word
+    of the place has the factor of the gradient, and is written first.
 
     Before a rank tries to have a gradient admitted, it sets a word, its intent, to the
     least step at which it may be, and clears it when the gradient is in its place. A
@@ -45,6 +56,7 @@ class UpdateQueue:
         root: The rank that applies the gradients, which has the words.
         max_lag: Largest lag that is admitted, in steps; infinity admits all gradients.
         workers: Number of ranks that submit, and may leave.
+        factors: Of gradients by their lag, the same on all ranks; None if all are 1.
 
     Attributes:
         words: The words.
@@ -52,13 +64,23 @@ class UpdateQueue:
         counters: What became of the gradients of each rank.
     """
 
-    def __init__(self, group: Group, root: int, max_lag: float, workers: int) -> None:
+    def __init__(
+        self,
+        group: Group,
+        root: int,
+        max_lag: float,
+        workers: int,
+        factors: Factors | None = None,
+    ) -> None:
         self._rank, self._size, self._max_lag = group.rank, group.size, max_lag
+        self._factors = factors
         layout = WordLayout(after=_FIXED)
         layout.take(group.size)
         # The first of these words follows the places, so that one read returns both.
         self._members = layout.take(Membership.words(group.size))
         counters = layout.take(Counters.words(group.size))
+        # Of each place: the factor, as bits.
+        self._scales = layout.take(group.size)
         self._intents = layout.take(_APART * group.size, own_lines=True)
         self.words = words = AtomicWords(group, root, layout.count)
         self.membership = Membership(
@@ -92,14 +114,22 @@ class UpdateQueue:
         step = self.step
         if self._max_lag == math.inf:
             self._set_intent(rank, 1 + step)
-            return Receipt(True, local_step, self.words.fetch_add(_STEP, 1))
+            step = self.words.fetch_add(_STEP, 1)
+            return self.receipt(True, local_step, step)
         while admits(step, local_step, self._max_lag):
             self._set_intent(rank, 1 + step)
             found = self.words.compare_and_swap(_STEP, step, step + 1)
             if found == step:
-                return Receipt(True, local_step, step)
+                return self.receipt(True, local_step, step)
             step = found
-        return Receipt(False, local_step, step)
+        return self.receipt(False, local_step, step)
+
+    def receipt(self, accepted: bool, local_step: int, step: int) -> Receipt:
+        """Return the receipt of a gradient that arrived at a step."""
+        receipt = Receipt(accepted, local_step, step)
+        if accepted and self._factors is not None:
+            return dataclasses.replace(receipt, factor=self._factors(receipt.lag))
+        return receipt
 
     def _set_intent(self, rank: int, word: int) -> None:
         self.words.store_unordered(self._intents + _APART * rank, word, 0)
@@ -108,8 +138,12 @@ class UpdateQueue:
         """Say that the last gradient of a rank is in its place, or not admitted."""
         self._set_intent(rank, 0)
 
-    def put(self, step: int, whose: int) -> None:
-        """Say whose gradient was admitted at a step."""
+    def put(self, receipt: Receipt, whose: int) -> None:
+        """Say whose gradient was admitted, with a receipt."""
+        step = receipt.global_step
+        if self._factors is not None:
+            scale = self._scales + step % self._size
+            self.words.write(scale, word_of(receipt.factor))
         self.words.store(self._place(step), [(step + 1) << _WHOSE_BITS | whose])
 
     def _place(self, step: int) -> int:
@@ -123,6 +157,12 @@ class UpdateQueue:
         word = self.words.read(self._place(step))
         whose = word & ((1 << _WHOSE_BITS) - 1)
         return whose if word >> _WHOSE_BITS == step + 1 else None
+
+    def factor(self, step: int) -> float:
+        """Return the factor of a gradient that `whose` has found."""
+        if self._factors is None:
+            return 1.0
+        return number_of(self.words.read(self._scales + step % self._size))
 
     def is_lost(self, step: int) -> bool:
         """Whether the gradient of a step was admitted and cannot come any more.

@@ -1,11 +1,11 @@
-"""PyTorch: any optimizer of `torch.optim` in one of the four strategies.
+"""PyTorch: any optimizer of `torch.optim` in one of the five strategies.
 
-`CrossShard`, `SyncReplicas`, `DropStale` and `AGN` hold a torch optimizer and take its
-place in a training loop. `adapter` is what they have in common, `one_sided` the base of
-the last three. `rule` lets a torch optimizer update the center of a server, `gradients`
-moves gradients to the memory of the exchange, `rows` has what sparse gradients need,
-`buffers` combines the buffers of a module, and `state` is what `state_dict` returns.
-`tensors` maps tensors to arrays.
+`CrossShard`, `SyncReplicas`, `DropStale`, `AGN` and `LocalSteps` hold a torch optimizer
+and take its place in a training loop. `adapter` is what they have in common,
+`one_sided` the base of all but the first. `rule` lets a torch optimizer update the
+center of a server, `gradients` moves gradients to the memory of the exchange, `rows`
+has what sparse gradients need, `buffers` combines the buffers of a module, and `state`
+is what `state_dict` returns. `tensors` maps tensors to arrays.
 
 Imports `optimizers` and the packages below it. Nothing else imports this package, so
 that only those who use it need PyTorch.
@@ -21,6 +21,6 @@ except (ImportError, OSError) as error:
     ) from None
 
 from hpcaccum.torch.cross_shard import CrossShard
-from hpcaccum.torch.one_sided import AGN, DropStale, SyncReplicas
+from hpcaccum.torch.one_sided import AGN, DropStale, LocalSteps, SyncReplicas
 
-__all__ = ["AGN", "CrossShard", "DropStale", "SyncReplicas"]
+__all__ = ["AGN", "CrossShard", "DropStale", "LocalSteps", "SyncReplicas"]

@@ -258,6 +258,11 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
 
     # The state
 
+    @property
+    def _saved(self) -> torch.optim.Optimizer:
+        """The optimizer whose options and state are saved."""
+        return self.optimizer
+
     @in_stream
     def state_dict(self) -> dict[str, Any]:
         """Return the parameters, the state and the counts of one step. Not collective.
@@ -272,7 +277,7 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
         for owner in (self.optimizer, self):
             for before in owner._optimizer_state_dict_pre_hooks.values():
                 before(owner)
-        state = state_of(self._exchange.snapshot(), self.optimizer)
+        state = state_of(self._exchange.snapshot(), self._saved)
         for owner in (self.optimizer, self):
             for after in owner._optimizer_state_dict_post_hooks.values():
                 changed = after(owner, state)
@@ -300,14 +305,14 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
             if not root:
                 return None, None
             given = self._before_load(state_dict)
-            checked = check_state(given, self.optimizer, self._rule.own)
+            checked = check_state(given, self._saved, self._rule.own)
             self._check_options(checked["param_groups"])
             names = list(self._rule.parameters)
             return snapshot_of(checked, names), checked["param_groups"]
 
         snapshot, groups = self._group.agree(what, check, lambda _: {})
         groups = self._group.allgather(groups, what)[self._root]
-        for group, saved in zip(self.param_groups, groups, strict=True):
+        for group, saved in zip(self._saved.param_groups, groups, strict=True):
             group.update({name: saved[name] for name in saved if name != "params"})
         self._restore(snapshot, what)
         for owner in (self.optimizer, self):

@@ -10,10 +10,13 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers import (
     AGNOptimizer,
     DropStaleGradientOptimizer,
+    LocalStepsOptimizer,
     SyncReplicasOptimizer,
 )
 from hpcaccum.torch.adapter import Adapter, in_stream
 from hpcaccum.torch.buffers import AVERAGE
+from hpcaccum.torch.rule import TorchRule
+from hpcaccum.torch.tensors import check_optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator import Receipt
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.finite import OnNonfinite
-    from hpcaccum.server import Servers
+    from hpcaccum.server import Lateness, Servers
 
 
 class Options(TypedDict, total=False):
@@ -244,6 +247,7 @@ class DropStale(OneSided):
     Args:
         optimizer: Of `torch.optim`; a copy on the host makes the updates.
         staleness: Largest lag accepted; by default, twice the number of ranks.
+        lateness: Factor of a gradient by its lag: "inverse", or a callable.
         options: See `OneSided`.
     """
 
@@ -251,9 +255,12 @@ class DropStale(OneSided):
         self,
         optimizer: torch.optim.Optimizer,
         staleness: int | None = None,
+        *,
+        lateness: Lateness = None,
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(optimizer, {"staleness": staleness}, **options)
+        strategy = {"staleness": staleness, "lateness": lateness}
+        super().__init__(optimizer, strategy, **options)
 
     def _make(self) -> DropStaleGradientOptimizer:
         return DropStaleGradientOptimizer(self._rule, comm=self._group, **self._options)
@@ -283,6 +290,81 @@ class AGN(OneSided):
 
     def _make(self) -> AGNOptimizer:
         return AGNOptimizer(self._rule, comm=self._group, **self._options)
+
+    def _update(self) -> Receipt:
+        # The optimizer makes the local step.
+        return self._apply()
+
+
+class LocalSteps(OneSided):
+    """Makes local steps, and pushes how far they have led: DiLoCo, local SGD.
+
+    The torch optimizer makes the local steps, and the outer one, on the host, those of
+    the center: see `hpcaccum.LocalStepsOptimizer`. Collective. For DiLoCo, the outer
+    optimizer is `torch.optim.SGD(params, 0.7, momentum=0.9, nesterov=True)`.
+
+    `state_dict` has the state and the options of the outer optimizer. Those of the
+    torch optimizer differ between ranks: save its own `state_dict` on each of them.
+
+    Args:
+        optimizer: Of `torch.optim`.
+        outer: Called with the list of the parameters; returns an optimizer of them,
+            with any options. A copy on the host makes the updates; its options are
+            those of the host.
+        period: Number of steps in a push.
+        quorum: Number of pushes in an update; by default, each push is one.
+        staleness, lateness: Without a quorum, as for `DropStale`.
+        options: See `OneSided`.
+
+    Attributes:
+        outer: The outer optimizer.
+    """
+
+    outer: torch.optim.Optimizer
+    _outer_rule: TorchRule | None = None
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        outer: Callable[[list[torch.Tensor]], torch.optim.Optimizer],
+        period: int = 50,
+        *,
+        quorum: int | None = None,
+        staleness: int | None = None,
+        lateness: Lateness = None,
+        **options: Unpack[Options],
+    ) -> None:
+        self._make_outer = outer
+        strategy = {
+            "period": period,
+            "quorum": quorum,
+            "staleness": staleness,
+            "lateness": lateness,
+        }
+        super().__init__(optimizer, strategy, **options)
+
+    def _make(self) -> LocalStepsOptimizer:
+        if self._outer_rule is None:
+            made = self._group.agree(self._what, self._checked_outer, lambda _: {})
+            self.outer, self._outer_rule = made
+        return LocalStepsOptimizer(
+            self._rule, self._outer_rule, comm=self._group, **self._options
+        )
+
+    def _checked_outer(self) -> tuple[torch.optim.Optimizer, TorchRule]:
+        parameters = self._rule.parameters
+        outer = self._make_outer(list(parameters.values()))
+        check_optimizer(outer, Adapter)
+        groups = outer.param_groups
+        if {p for group in groups for p in group["params"]} != {*parameters.values()}:
+            raise InvalidArgumentError(
+                "outer must return an optimizer of all the parameters that it gets"
+            )
+        return outer, TorchRule(outer, parameters, (), None)
+
+    @property
+    def _saved(self) -> torch.optim.Optimizer:
+        return self.outer
 
     def _update(self) -> Receipt:
         # The optimizer makes the local step.

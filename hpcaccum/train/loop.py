@@ -11,6 +11,7 @@ import hpcaccum as hpc
 from hpcaccum.device import cupy
 from hpcaccum.train.data import batches
 from hpcaccum.train.model import MLP
+from hpcaccum.train.options import PERIODIC
 from hpcaccum.train.report import Record, Result
 from hpcaccum.train.saving import Saver
 
@@ -46,6 +47,11 @@ def _make(strategy: str, options: Options, group: hpc.Group) -> Any:
         return hpc.SyncReplicasOptimizer(rule, options.quorum, **server)
     if strategy == "drop-stale":
         return hpc.DropStaleGradientOptimizer(rule, options.staleness, **server)
+    if strategy == "local-steps":
+        # The outer rule of DiLoCo.
+        outer = hpc.Momentum(0.7, 0.9, use_nesterov=True)
+        server["quorum"] = options.quorum
+        return hpc.LocalStepsOptimizer(rule, outer, options.period, **server)
     return hpc.AGNOptimizer(rule, communication_period=options.period, **server)
 
 
@@ -54,8 +60,8 @@ class Run:
 
     The work is a number of updates: as many as use the training set ``epochs`` times.
     An update counts the gradients that it needs: one; with cross-shard one of each
-    rank; with sync-replicas the quorum, even if it contains more. Dropped gradients do
-    not count.
+    rank; with sync-replicas and local-steps the quorum, even if it contains more.
+    Dropped gradients do not count. That of a push is of the batches of a period.
 
     With cross-shard all ranks make every step together. With the others each rank
     trains until the global step reaches that number, so faster ranks do more work.
@@ -83,10 +89,11 @@ class Run:
         place = cupy().asarray if options.device == "cuda" else np.asarray
         self._model = MLP(sizes, options.seed, place=place)
         count = {"cross-shard": group.size, "sync-replicas": options.quorum}
+        is_periodic = strategy in PERIODIC
         # Gradients in an update, and whether each rank that trains has one in each.
-        gradients = count.get(strategy, 1)
+        gradients = {**count, "local-steps": options.quorum}.get(strategy, 1)
         self._exact = strategy in count and gradients >= options.workers
-        batches_in_one = options.period if strategy == "agn" else 1
+        batches_in_one = options.period if is_periodic else 1
         self._gradient_samples = batches_in_one * options.batch
         # The least number of updates that use so many samples.
         samples = gradients * self._gradient_samples
@@ -166,7 +173,7 @@ class Run:
         global_step = hpc.Variable(np.array(step), "global_step")
         while step < self._target and not self._is_over(step):
             self._optimizer.minimize(self._loss, global_step)
-            # Between two pushes of AGN the variables are local values that belong to no
+            # Between two pushes the variables of AGN and local-steps belong to no
             # step; the step changes when they are the center's.
             if step != global_step.value:
                 step = int(global_step.value)

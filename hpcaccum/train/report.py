@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hpcaccum import machine
 from hpcaccum.errors import counted
 from hpcaccum.tables import table
+from hpcaccum.train.options import PERIODIC
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -188,9 +189,9 @@ def tables(results: Sequence[Result], options: Options) -> Iterator[str]:
         for each in results
     ]
     yield from table(("strategy", *LAG_NAMES), shares)
-    agn = f"; with agn, of {options.period} times as many"
-    agn = agn if "agn" in options.strategies else ""
-    yield f"\none gradient: the mean of {options.batch} samples{agn}"
+    periodic = " and ".join(name for name in PERIODIC if name in options.strategies)
+    more = f"; with {periodic}, of {options.period} times as many"
+    yield f"\none gradient: the mean of {options.batch} samples{periodic and more}"
 
 
 def _rate(number: float) -> str:

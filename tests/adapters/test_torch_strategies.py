@@ -12,7 +12,7 @@ import hpcaccum.torch as hpt
 
 from ..mpi.acting import VAIN, until
 from ..mpi.support import WAIT, meet
-from ..mpi.training import turns
+from ..mpi.training import raised, turns
 from .torch_training import ONE_SIDED, STRATEGIES, SYNCHRONOUS, Model, Plain, groups
 
 
@@ -127,6 +127,83 @@ def test_after_a_dropped_gradient_step_waits_for_parameters_of_use(comm, rank):
             time.sleep(VAIN)
             gate.set()
             push.join()
+
+
+def outer(params):
+    return torch.optim.SGD(params, 0.7, momentum=0.9, nesterov=True)
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_local_steps_push_how_far_they_have_led(name, comm, rank, size):
+    make, model, center = OPTIMIZERS[name], Model(start=rank), Model(start=0)
+    alone = [Plain(make, center) for _ in range(size)]
+    rule = outer(center.parameters())
+    with hpt.LocalSteps(
+        make(groups(model)), outer, 2, quorum=size, comm=comm, module=None
+    ) as opt:
+        for step in range(4):
+            model.backward(rank, step)
+            assert opt.step().sent == step % 2
+            opt.zero_grad()
+            for each, plain in enumerate(alone):
+                plain.update([(each, step)])
+            if step % 2:
+                _update_center(center, rule, [plain.model for plain in alone])
+            alone[rank].check(model.values())
+        assert opt.global_step == 2
+    # The state of the local steps has stayed.
+    assert opt.optimizer.state
+
+
+def _update_center(center, rule, models):
+    """Make the outer update, and begin with the center on all ranks."""
+    for name, parameter in center.named_parameters():
+        moved = [parameter - m.get_parameter(name) for m in models]
+        parameter.grad = (sum(moved) / len(moved)).detach()
+    rule.step()
+    for model in models:
+        model.load_state_dict(center.state_dict())
+
+
+def test_the_saved_state_of_local_steps_is_that_of_the_outer_optimizer(
+    comm, rank, size
+):
+    model = Model(start=rank)
+    inner = torch.optim.SGD(groups(model), 0.1)
+    with hpt.LocalSteps(inner, outer, 1, quorum=size, comm=comm, module=None) as opt:
+        ends = []
+        for step in range(2):
+            model.backward(rank, step)
+            opt.step()
+            opt.zero_grad()
+            if step == 0:
+                saved = opt.state_dict() if rank == 0 else None
+                meet()
+        ends.append(model.values())
+        if rank == 0:
+            assert saved["optimizer"] == "SGD"
+            assert saved["param_groups"][0]["momentum"] == 0.9
+            assert "momentum_buffer" in saved["state"][0]
+        opt.load_state_dict(saved)
+        model.backward(rank, 1)
+        opt.step()
+        ends.append(model.values())
+        for name, value in ends[0].items():
+            assert (ends[1][name] == value).all()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (lambda params: outer(params[:1]), "all the parameters that it gets"),
+        (lambda params: params, "must be one of torch.optim, got list"),
+    ],
+)
+def test_an_outer_optimizer_is_checked_on_all_ranks(comm, rank, size, wrong, text):
+    inner = torch.optim.SGD(groups(Model()), 0.1)
+    mine = wrong if rank == size - 1 else outer
+    error = raised(hpt.LocalSteps, inner, mine, comm=comm, module=None)
+    assert text in str(error)
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])

@@ -19,6 +19,7 @@
  *                      time later
  *   HOPE               a rank may wait for a step that may never come, in vain
  *   TIMEOUTS           a rank may give up any wait for a step
+ *   LATE               each gradient has a factor, here its lag
  *   PUSH               with VERSIONS: the root has some of the versions sent to all
  *                      nodes, or without TORN sends them itself, as it does with short
  *                      ones; a rank may wait for these without asking, as after
@@ -106,6 +107,11 @@ byte APPLIED;
 #define PLACES RANKS
 #endif
 byte place[PLACES];             /* step + 1 << 3 | rank */
+#ifdef LATE
+byte factor[PLACES];
+#define FACTOR(step) factor[(step) % PLACES]
+byte lag_of[STEPS];             /* A ghost. */
+#endif
 #define NOBODY 7
 byte INTENT[RANKS];             /* 0, or 1 + the step at which it tries to be admitted */
 byte LOST;                      /* the set of the lost ranks */
@@ -217,6 +223,15 @@ end:
     do
     :: PLACE(step) >> 3 == step + 1 ->
        d_step { rank = PLACE(step) & 7 };
+#ifdef LATE
+       d_step {
+           assert(FACTOR(step) == lag_of[step]);
+           if
+           :: lag_of[step] -> HAPPENS(a late gradient is discounted)
+           :: else
+           fi
+       };
+#endif
 found:
 #ifdef BUG_APPLIED_EARLY
        APPLIED = step + 1;
@@ -478,7 +493,18 @@ swap:
     :: d_step { STEP - local_step <= LAG -> s = STEP; admit() }
     fi;
 #endif
+#ifdef LATE
+    d_step { lag_of[s] = s - local_step };
+#ifndef BUG_FACTOR_LATE
+    FACTOR(s) = s - local_step;
+#endif
+#endif
+#ifdef BUG_FACTOR_LATE
+    PLACE(s) = s + 1 << 3 | me;
+    d_step { FACTOR(s) = s - local_step; s = 0; local_step = 0; i++ };
+#else
     d_step { put(me) };
+#endif
 #endif
     goto pull;
 #ifdef CRASH

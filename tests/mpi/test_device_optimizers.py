@@ -43,14 +43,22 @@ def close(one, other):
     np.testing.assert_allclose(*[a.astype(np.float64) for a in wide], limit, limit)
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+def local_steps(inner, variables, comm):
+    outer = hpc.Momentum(0.7, 0.9, use_nesterov=True)
+    return hpc.LocalStepsOptimizer(inner, outer, 2, quorum=comm.size, comm=comm)
+
+
+WITH_LOCAL_STEPS = {**WRAPPERS, "LocalSteps": local_steps}
+
+
+@pytest.mark.parametrize("wrapper", WITH_LOCAL_STEPS)
 @pytest.mark.parametrize("rule", ["SGD", "Adam"])
 def test_wrappers_do_the_same(cp, comm, rank, size, wrapper, rule):
     # All ranks contribute the same gradients, in turns if each makes an update.
     found = []
     for place in (np.array, cp.asarray):
         own = variables(place)
-        opt = WRAPPERS[wrapper](RULES[rule](), own, comm)
+        opt = WITH_LOCAL_STEPS[wrapper](RULES[rule](), own, comm)
         opt.initialize(own)
         for step in range(4):
             grads = [place(grad) for grad in arrays(step + 1)]
@@ -63,7 +71,7 @@ def test_wrappers_do_the_same(cp, comm, rank, size, wrapper, rule):
                 opt.minimize(lambda grads=grads: (0.0, grads))
         meet()
         values = [var.value for var in own]
-        if wrapper in ONE_SIDED:
+        if wrapper != "CrossShard":
             values = [opt.center(var) for var in own]
         found.append([v.get() if hasattr(v, "get") else v for v in values])
         opt.free()
@@ -71,12 +79,12 @@ def test_wrappers_do_the_same(cp, comm, rank, size, wrapper, rule):
         close(one, other)
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("wrapper", WITH_LOCAL_STEPS)
 def test_free_gives_the_memory_of_the_device_back(cp, pinned, comm, wrapper):
     own, pool = variables(cp.asarray), cp.get_default_memory_pool()
     gc.collect()
     before = pool.used_bytes()
-    opt = WRAPPERS[wrapper](hpc.SGD(0.1), own, comm)
+    opt = WITH_LOCAL_STEPS[wrapper](hpc.SGD(0.1), own, comm)
     opt.initialize(own)
     for number in range(6):
         with cp.cuda.Stream(non_blocking=True):

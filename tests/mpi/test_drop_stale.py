@@ -124,6 +124,73 @@ def test_only_applied_updates_count_as_lag(make, rank, size):
     assert second.global_step == third.global_step == 1
 
 
+# Late gradients
+
+
+@pytest.mark.parametrize("lateness", [None, "inverse", lambda lag: lag == 0])
+def test_a_late_gradient_has_its_factor(make, rank, size, lateness):
+    factor = {None: lambda _: 1, "inverse": lambda lag: 1 / (1 + lag)}
+    factor = factor.get(lateness, lateness)
+    w = variable(np.zeros(2))
+    opt = make(3, [w], lateness=lateness)
+
+    def act(_):
+        pairs = opt.compute_gradients(gives(np.full(2, 12.0)))
+        return [opt.apply_gradients(pairs) for _ in range(5)]
+
+    [receipts] = turns([size - 1], act)
+
+    assert [bool(r) for r in receipts] == [True] * 4 + [False]
+    assert [r.factor for r in receipts[:4]] == [factor(lag) for lag in range(4)]
+    expected = sum(12.0 * factor(lag) for lag in range(4))
+    np.testing.assert_allclose(opt.center(w), -expected, rtol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("lateness", "kind", "text"),
+    [
+        (
+            "linear",
+            hpc.InvalidArgumentError,
+            "'inverse' or a callable, got 'linear'",
+        ),
+        (
+            lambda lag: 1 + lag,
+            hpc.InvalidArgumentError,
+            "lateness(1) must be a number from",
+        ),
+        (lambda lag: -0.1, hpc.InvalidArgumentError, "from 0 to 1, got -0.1"),
+        (lambda lag: np.nan, hpc.InvalidArgumentError, "got nan"),
+        (lambda lag: "1", hpc.InvalidArgumentError, "got '1'"),
+        (lambda: 1, TypeError, "argument"),
+        (lambda lag: 0.5, hpc.DisagreementError, "lateness must be the same on all"),
+    ],
+)
+@pytest.mark.ranks(min=2)
+def test_factors_must_be_right_on_all_ranks(comm, rank, size, lateness, kind, text):
+    mine = lateness if rank == size - 1 else "inverse"
+    error = raised(
+        hpc.DropStaleGradientOptimizer, hpc.SGD(1), 1, lateness=mine, comm=comm
+    )
+
+    assert type(error) is kind
+    assert text in str(error)
+
+
+def test_no_factor_is_asked_for_during_training(make, size):
+    lags = []
+
+    def factor(lag):
+        lags.append(lag)
+        return np.float32(1)
+
+    opt = make(10**9, [variable()], lateness=factor)
+    assert lags == [*range(1001)]
+    receipt = opt.minimize(gives(1.0))
+    assert (receipt.factor, len(lags)) == (1, 1001)
+    assert type(receipt.factor) is float
+
+
 # The parameters after a push
 
 

@@ -6,6 +6,9 @@ have the bits of the naive version wherever the ranks are.
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -109,16 +112,26 @@ def test_sync_replicas_takes_the_mean_of_a_quorum(train, rank, size, backups):
     check(training.values(), server.values)
 
 
-@pytest.mark.parametrize("staleness", [1, 100])
-def test_drop_stale_updates_with_each_gradient_in_time(train, staleness):
+def halved(lag):
+    return 0.5**lag
+
+
+@pytest.mark.parametrize(
+    ("staleness", "lateness"), [(1, None), (100, None), (100, halved)]
+)
+def test_drop_stale_updates_with_each_gradient_in_time(train, staleness, lateness):
     def wrap(inner, _, comm):
-        return hpc.DropStaleGradientOptimizer(inner, staleness, comm=comm)
+        return hpc.DropStaleGradientOptimizer(
+            inner, staleness, lateness=lateness, comm=comm
+        )
 
     with train(wrap) as training:
         receipts = meet([training.step(call) for call in range(CALLS)])
 
-    server = naive.DropStale(ones(), rule(), staleness)
+    factor = lateness or (lambda lag: 1.0)
+    server = naive.DropStale(ones(), rule(), staleness, factor)
     for r, call, receipt in in_order(receipts):
+        assert receipt.factor == factor(receipt.lag)
         assert server.push(drawn(r, call), receipt.local_step)
     check(training.values(), server.values)
 
@@ -131,6 +144,54 @@ def test_agn_updates_with_the_mean_of_each_period(train):
     for r, call, receipt in in_order(receipts):
         both = drawn(r, call - 1), drawn(r, call)
         assert server.push(naive.mean(both), receipt.local_step)
+    check(training.values(), server.values)
+
+
+def local_steps_of(quorum, **options):
+    def wrap(inner, _, comm):
+        outer = hpc.Momentum(0.5, 0.25)
+        return hpc.LocalStepsOptimizer(
+            inner, outer, 2, quorum=quorum, comm=comm, **options
+        )
+
+    return wrap
+
+
+def test_local_steps_update_with_the_mean_of_differences(train, size):
+    with train(local_steps_of(size)) as training:
+        for call in range(CALLS):
+            assert training.step(call).sent == call % 2
+
+    server = naive.SyncReplicas(ones(), naive.Momentum(0.5, 0.25), size)
+    workers = [naive.LocalStepsWorker(server, rule(), 2) for _ in range(size)]
+    # They wait for each other, and push in the order of ranks, as sums round.
+    with ThreadPoolExecutor(size) as pool:
+        for call in range(CALLS):
+            steps = []
+            for r, worker in enumerate(workers):
+                steps.append(pool.submit(worker.step, drawn(r, call)))
+                while call % 2 and r < size - 1 and len(server.round) <= r:
+                    time.sleep(0.001)
+            assert [step.result() for step in steps] == [call % 2] * size
+    check(training.values(), server.values)
+
+
+def test_local_steps_update_with_each_difference(train, size):
+    with train(local_steps_of(None, lateness=halved)) as training:
+        receipts = meet([training.step(call) for call in range(CALLS)])
+
+    outer, rules = naive.Momentum(0.5, 0.25), [rule() for _ in range(size)]
+    server = naive.DropStale(ones(), outer, np.inf, halved)
+    centers = [server.pull()[0]]
+    for r, call, receipt in in_order(receipts):
+        center, (values, _) = centers[receipt.local_step], server.pull()
+        for name in values:
+            values[name][...] = center[name]
+        for each in call - 1, call:
+            rules[r](values, drawn(r, each))
+        difference = {name: center[name] - values[name] for name in values}
+        assert server.push(difference, receipt.local_step)
+        centers.append(server.pull()[0])
     check(training.values(), server.values)
 
 

@@ -23,7 +23,7 @@ from .acting import VAIN, until
 from .on_nodes import group_on_nodes as group_on_nodes
 from .on_nodes import leads, named
 from .support import meet
-from .training import gives, raised
+from .training import gives, raised, turns
 
 SHAPES = {"matrix": (37, 5), "scalar": (), "vector": (600,), "empty": (0,)}
 RULES = {
@@ -161,7 +161,12 @@ def agn(group, variables, servers):
     return hpc.AGNOptimizer(rule, group.size, getter, 2, servers=servers)
 
 
-@pytest.mark.parametrize("make", [drop_stale, agn])
+def local_steps(group, variables, servers):
+    rules = hpc.Momentum(0.1, 0.9), hpc.Momentum(0.7, 0.9, use_nesterov=True)
+    return hpc.LocalStepsOptimizer(*rules, 2, comm=group, servers=servers)
+
+
+@pytest.mark.parametrize("make", [drop_stale, agn, local_steps])
 def test_single_gradients_are_applied_in_order(group, make):
     found = []
     for servers in (None, leaders(group)):
@@ -178,6 +183,35 @@ def test_single_gradients_are_applied_in_order(group, make):
         pushes = 4 if make is drop_stale else 2
         assert step == sum(tally.accepted) == group.size * pushes
     compare(found[1], found[0])
+
+
+@pytest.mark.parametrize("rule", [RULES["Momentum"], lambda: Normed("normed")])
+def test_late_gradients_have_their_factors_on_all_servers(group, rule):
+    found = []
+    for servers in (None, leaders(group)):
+        variables = made()
+        opt = hpc.DropStaleGradientOptimizer(
+            rule(), group.size, lateness="inverse", comm=group, servers=servers
+        )
+        grads = drawn(group.rank, 0, variables)
+        pairs = opt.compute_gradients(lambda g=grads: (0.0, g), variables)
+        meet()
+        receipts = turns(
+            range(group.size), lambda _, o=opt, p=pairs: o.apply_gradients(p)
+        )
+        assert [r.factor for r in receipts] == [1 / (1 + r.lag) for r in receipts]
+        assert [r.lag for r in receipts] == [*range(group.size)]
+        found.append(([*opt.center(variables)], found_slots(opt, variables)))
+        meet()
+        opt.free()
+    compare(found[1], found[0])
+    plain, expected = rule(), made()
+    for rank in range(group.size):
+        late = [
+            grad * grad.dtype.type(1 / (1 + rank)) for grad in drawn(rank, 0, expected)
+        ]
+        plain.apply_gradients(zip(late, expected, strict=True))
+    compare([found[0][0]], [[var.value for var in expected]])
 
 
 @pytest.mark.parametrize("slow", [False, True], ids=["at_once", "slowly"])

@@ -105,7 +105,8 @@ def test_updates_with_the_mean_of_all_ranks(make, rank, size, rule, dtype):
 @pytest.mark.parametrize(("rule", "staleness"), every_pair(["SGD", "Adam"], [1, 100]))
 def test_updates_with_each_gradient_in_time(make, rank, rule, staleness):
     w, model = table(capacity=12), LazyRule(rule, np.zeros((ROWS, *ROW)))
-    opt = make("stale", MAKERS[rule](), staleness)
+    lateness = "inverse" if staleness == 100 else None
+    opt = make("stale", MAKERS[rule](), staleness, lateness=lateness)
     receipts = [opt.minimize(gives(drawn(rank, c)), var_list=[w]) for c in range(CALLS)]
     receipts = meet(receipts)
     center = opt.center(w)
@@ -120,7 +121,7 @@ def test_updates_with_each_gradient_in_time(make, rank, rule, staleness):
     assert [step for step, _, _ in admitted] == list(range(opt.global_step))
     for _, r, call in admitted:
         slices = drawn(r, call)
-        model.update(slices.indices, slices.values)
+        model.update(slices.indices, slices.values * receipts[r][call].factor)
     close(center, model.value)
     same_bits(w.value, center)
     accepted = [sum(map(bool, of_rank)) for of_rank in receipts]

@@ -11,7 +11,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum.train.data import batches, load, prepare
 from hpcaccum.train.loop import Run
-from hpcaccum.train.options import STRATEGIES, add_arguments, resolve
+from hpcaccum.train.options import PERIODIC, STRATEGIES, add_arguments, resolve
 
 pytestmark = pytest.mark.any_size
 
@@ -79,7 +79,7 @@ def train(strategy, chosen, blobs, comm, show):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_run_learns_and_adds_up(strategy, blobs, comm, size):
-    period = ["--period", "3"] if strategy == "agn" else []
+    period = ["--period", "3"] if strategy in PERIODIC else []
     chosen = options(size, "--strategy", strategy, "--epochs", "8", *period)
     shown = []
     result = train(strategy, chosen, blobs, comm, shown.append)

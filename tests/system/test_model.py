@@ -117,6 +117,7 @@ UPDATES = Model(
         "three ranks": "RANKS=3 LOCALS=3 REMOTES=0 LAG=1",
         "one node, every access": "LOCALS=2 REMOTES=0 GRADS=2 LAG=1 FINE TORN",
         "two nodes, every access": "LAG=0 FINE TORN",
+        "late gradients": "LOCALS=2 REMOTES=0 GRADS=2 LATE",
         "lost ranks": "LOCALS=2 REMOTES=0 GRADS=2 LAG=1 TORN CRASH",
         "lost ranks, two nodes": "LAG=0 TORN CRASH",
         "waits in vain": "LOCALS=0 VERSIONS=2 HOPE TIMEOUTS",
@@ -129,6 +130,7 @@ UPDATES = Model(
     happenings={
         "LAG": {"a gradient is dropped"},
         "FINE": {"a swap fails", "a copy is overtaken"},
+        "LATE": {"a late gradient is discounted"},
         "CRASH": {
             "a swap fails",
             "a rank dies before it is admitted",
@@ -155,6 +157,7 @@ UPDATES = Model(
         "APPLIED_EARLY": ("GRADS=2", "first==order[step]"),
         "SLOT_REUSED": ("GRADS=2", "<=APPLIED"),
         "TOO_FEW_PLACES": ("", "<=APPLIED"),
+        "FACTOR_LATE": ("LOCALS=2 REMOTES=0 GRADS=2 LATE", "==lag_of[step]"),
         "CHECK_APART": ("FINE LAG=0", "(step_now-local_step)<=0"),
         "HOLDS_LATE": ("RANKS=1 VERSIONS=3 TORN", "first==local_step"),
         "UNCHECKED": ("RANKS=1 VERSIONS=3 TORN", "first==local_step"),
