@@ -52,6 +52,7 @@ def settings(ranks: int) -> list[Setting]:
         Setting("sync-replicas", **place, quorum=quorum, staleness=0),
         Setting("drop-stale", **place, staleness=ranks),
         Setting("agn", **place, period=PERIOD),
+        Setting("local-steps", **place, period=PERIOD, quorum=quorum, staleness=0),
     ]
 
 
@@ -67,6 +68,9 @@ def optimizer(setting: Setting) -> Any:
         return hpc.SyncReplicasOptimizer(rule, setting.quorum)
     if setting.strategy == "drop-stale":
         return hpc.DropStaleGradientOptimizer(rule, int(setting.staleness))
+    if setting.strategy == "local-steps":
+        more = {} if setting.quorum is None else {"quorum": setting.quorum}
+        return hpc.LocalStepsOptimizer(rule, hpc.SGD(1.0), setting.period, **more)
     return hpc.AGNOptimizer(rule, communication_period=setting.period)
 
 
