@@ -27,7 +27,7 @@ endif
 
 .PHONY: help demo test test-all quick-training test-single test-unit test-oldest test-system test-programs test-checks \
         test-device nvrtc test-1-openmpi test-cupy test-newest-cupy test-oldest-cupy \
-        test-gpu test-gpu-torch sanitize-gpu test-mpi test-hosts test-adapters lint docs pages venv environments \
+        test-gpu test-gpu-torch sanitize-gpu test-mpi test-hosts test-adapters validate-plan lint docs pages venv environments \
         clean
 help:
 	@echo "make demo         train with all five strategies on 4 ranks, one of them slow; then kill a rank"
@@ -42,6 +42,7 @@ help:
 	@echo "make nvrtc        install NVIDIA's compiler (400 MB), which test-device then uses"
 	@echo "make test-cupy    CuPy itself, oldest and newest, without a GPU; installs 700 MB"
 	@echo "make test-gpu     the tests with device arrays, on a real GPU; make test-gpu-torch"
+	@echo "make validate-plan   compare hpcaccum plan with real jobs, in 15 minutes"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         the documentation as pages, in build/site"
 	@echo "make clean        remove the environments and what was built"
@@ -172,6 +173,10 @@ test-%: $(VENV)/.test
 
 test-hosts: $(VENV)/.test
 	$(SHARE) $(PYTEST) $(call SOME,tests/hosts) </dev/null
+
+# Ranks that sleep, compared with hpcaccum plan, in 15 minutes; writes docs/plan.md.
+validate-plan: $(VENV)/.test
+	$(SHARE) $(BIN)/python docs/plan.py $(ARGS) </dev/null
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

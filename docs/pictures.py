@@ -32,7 +32,8 @@ cli | 300 20 360 44 | cli, __main__ | the command hpcaccum
 launch | 300 90 360 44 | launch/ | doctor, run, sbatch
 bench | 120 160 300 44 | bench/ | hpcaccum bench
 train | 540 160 300 44 | train/ | hpcaccum train
-hpcaccum | 380 235 560 44 | hpcaccum/__init__.py | the public names
+plan | 285 235 225 62 | plan/ | hpcaccum plan | uses accumulator/
+hpcaccum | 540 235 400 44 | hpcaccum/__init__.py | the public names
 jax | 20 310 150 62 | jax/ | averages inside jit, | optax on a server
 torch | 180 310 180 62 | torch/ | torch.optim as | an update rule
 tracing | 420 310 200 62 | tracing/ | the file of all spans; | uses mpi/
@@ -52,8 +53,8 @@ modules | 20 865 920 44 | modules of one file | errors, spans, deadline, layout,
 summation, ...: below all packages; arguments, overlap: above device/
 """
 IMPORTS = """
-cli launch; launch bench; launch train; bench hpcaccum; train hpcaccum; bench torch
-hpcaccum tracing; hpcaccum checkpoint; jax optimizers; torch optimizers
+cli launch; launch bench; launch train; bench plan; bench hpcaccum; train hpcaccum
+bench torch; hpcaccum tracing; hpcaccum checkpoint; jax optimizers; torch optimizers
 optimizers server; optimizers reducer; server accumulator
 accumulator nodes; accumulator rows; nodes mpi; rows mpi; rows device
 reducer mpi; reducer device

@@ -22,6 +22,8 @@ from hpcaccum.bench import options as bench_options
 from hpcaccum.errors import DeviceUnavailableError
 from hpcaccum.launch import doctor, run, sbatch
 from hpcaccum.mpi import MPI, abort_job, install_excepthook, is_rank, number_in
+from hpcaccum.plan import command as plan
+from hpcaccum.plan import options as plan_options
 from hpcaccum.train import command as train
 from hpcaccum.train import options as train_options
 
@@ -55,6 +57,12 @@ COMMANDS = {
         "train a network on all ranks with one strategy of gradient exchange, or all",
         train_options.add_arguments,
         train.prepare,
+    ),
+    "plan": Command(
+        "predict speed, drops and lags of the strategies on more ranks than you have",
+        plan_options.add_arguments,
+        plan.prepare,
+        lambda _: False,
     ),
     "bench": Command(
         "measure the cost of gradient exchange, compared with MPI's own calls",

@@ -29,6 +29,7 @@ from hpcaccum.accumulator.membership import Membership
 from hpcaccum.accumulator.receipts import Counters, Receipt, Tally
 from hpcaccum.accumulator.shared import AccumulatorStatistics
 from hpcaccum.accumulator.sparse import SparseConditionalAccumulator, SparseGradient
+from hpcaccum.accumulator.state import admits
 from hpcaccum.accumulator.vectors import VectorAccumulator
 from hpcaccum.accumulator.word_layout import WordLayout
 
@@ -48,4 +49,5 @@ __all__ = [
     "Tally",
     "VectorAccumulator",
     "WordLayout",
+    "admits",
 ]

@@ -43,7 +43,7 @@ from hpcaccum.accumulator.shapes import (
     ShapePolicy,
     ShapeTable,
 )
-from hpcaccum.accumulator.state import Packing, Record, State
+from hpcaccum.accumulator.state import Packing, Record, State, admits
 from hpcaccum.accumulator.storage import Sums
 from hpcaccum.accumulator.ticket_lock import TicketLock
 from hpcaccum.accumulator.word_layout import WordLayout
@@ -209,7 +209,7 @@ class AdmissionProtocol:
         while True:
             state = self.packing.unpack(word)
             step, parity = state.step, state.parity
-            if local_step < step:
+            if not admits(step, local_step):
                 self.counters.count(rank, False, step - local_step)
                 return Admitted(False, local_step, step, parity)
             offered = offered or offer()

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hpcaccum.mpi import number_of
 
 # Gradients of one rank in one round: 20 bits. Then the number of a shape.
 _MAX_NUMBER, _MAX_SHAPE = (1 << 20) - 1, (1 << 10) - 1
+
+
+def admits(step: Any, local_step: Any, max_lag: float = 0) -> Any:
+    """Whether a gradient of ``local_step`` counts at ``step``; also for arrays."""
+    return step - local_step <= max_lag
 
 
 class State(NamedTuple):

@@ -7,12 +7,20 @@ import functools
 from typing import TYPE_CHECKING
 
 from hpcaccum import Group, InvalidArgumentError, device, group_of
-from hpcaccum.bench import report, scaling, torch_step
+from hpcaccum.bench import plan, report, scaling, torch_step
 from hpcaccum.bench.compare import comparison
 from hpcaccum.bench.device import describe_device, device_facts
 from hpcaccum.bench.links import Links
 from hpcaccum.bench.measure import measure, rows
-from hpcaccum.bench.options import CASES, DEVICE, TORCH, WIRE, benchmarks_of, sizes_of
+from hpcaccum.bench.options import (
+    CASES,
+    DEVICE,
+    PLAN,
+    TORCH,
+    WIRE,
+    benchmarks_of,
+    sizes_of,
+)
 from hpcaccum.bench.rows import Row, RowFiles
 from hpcaccum.files import check_apart, check_new, check_writable, ending_the_job
 from hpcaccum.machine import circumstances, describe, place_and_date
@@ -44,6 +52,8 @@ def prepare(args: argparse.Namespace) -> Callable[[], int | None]:
         return scaling.report(args.files, args.plot)
     group = group_of()
     group.agree("options", lambda: vars(args))
+    if args.benchmark == PLAN:
+        return plan.prepare(args, group)
     files = group.agree(
         "hpcaccum bench", lambda: _open_files(args, group), facts=lambda _: {}
     )

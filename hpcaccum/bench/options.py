@@ -27,7 +27,7 @@ BENCHMARKS: dict[str, type[Case]] = {
 }
 # What `all` leaves out, as not every machine has a device or PyTorch, and not every job
 # several nodes.
-DEVICE, WIRE, TORCH = "device", "wire", "torch"
+DEVICE, WIRE, TORCH, PLAN = "device", "wire", "torch", "plan"
 CASES: dict[str, type[Case]] = {
     **BENCHMARKS,
     WIRE: Wire,
@@ -67,6 +67,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_measure(add("all", f"one after the other: {', '.join(BENCHMARKS)}", ""), "all")
     text = "kernels, accumulator and exchange on a CUDA device, vs CuPy"
     _add_measure(add(DEVICE, text, device_help), DEVICE)
+
+    fitted = add(PLAN, "the costs of an exchange, for hpcaccum plan --network", "")
+    text = "seconds for each case (4)"
+    fitted.add_argument(
+        "--seconds", type=option_values.positive, default=4.0, help=text
+    )
+    text = "write the costs, and how well they fit"
+    fitted.add_argument("--json", type=Path, metavar="FILE", help=text)
+    text = "overwrite a file that exists"
+    fitted.add_argument("--force", action="store_true", help=text)
 
     compare = add("compare", "what became slower between two --json files", "")
     compare.add_argument("old", type=Path, help="written by --json")

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from hpcaccum.accumulator import Counters, Membership, Receipt, WordLayout
+from hpcaccum.accumulator import Counters, Membership, Receipt, WordLayout, admits
 from hpcaccum.errors import EverybodyLeftError, format_ranks
 from hpcaccum.mpi import bits, number_of
 from hpcaccum.nodes import words_of
@@ -111,7 +111,7 @@ class UpdateQueue:
             self._set_intent(rank, 1 + step)
             step = self.words.fetch_add(_STEP, 1)
             return self.receipt(True, local_step, step)
-        while step - local_step <= self._max_lag:
+        while admits(step, local_step, self._max_lag):
             self._set_intent(rank, 1 + step)
             found = self.words.compare_and_swap(_STEP, step, step + 1)
             if found == step:

@@ -25,6 +25,7 @@ LAYERS = [
     ["tracing"],
     ["hpcaccum"],
     ["machine", "option_values", "plots", "tables"],
+    ["plan"],
     ["train", "bench", "testing"],
     ["launch"],
     ["cli"],

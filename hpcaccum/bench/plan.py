@@ -1,0 +1,205 @@
+"""``hpcaccum bench plan``: what an exchange costs here, for ``hpcaccum plan``.
+
+Ranks whose computation is a sleep train in several ways. The costs are those with
+which the simulation of ``hpcaccum plan`` takes the same times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from hpcaccum import (
+    SGD,
+    CrossShardOptimizer,
+    DropStaleGradientOptimizer,
+    InvalidArgumentError,
+    SyncReplicasOptimizer,
+    Variable,
+)
+from hpcaccum.bench.report import size_text, time_text
+from hpcaccum.files import JsonLines, check_new
+from hpcaccum.machine import circumstances, describe
+from hpcaccum.plan.compute import compute
+from hpcaccum.plan.machine import Machine
+from hpcaccum.plan.setting import Setting
+from hpcaccum.plan.simulation import simulate
+from hpcaccum.tables import table
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Sequence
+
+    from hpcaccum import Group
+
+# Seconds of a gradient, for each of these sizes.
+_SLEEP = 5e-3
+_SIZES = (1 << 12, 1 << 22)
+# Steps that are measured, at least; those of the warm-up.
+_LEAST = 5
+# Seconds between two looks of a rank that does not take part.
+_NAP = 10e-3
+# Steps of the fit; what a cost is multiplied by to find its derivative; damping.
+_STEPS, _CHANGE, _DAMPING = 8, 1.1, 1e-3
+# Updates of a simulation.
+_UPDATES = 100
+
+
+class Measured(NamedTuple):
+    """A setting, and the seconds of an update by all of its ranks."""
+
+    setting: Setting
+    seconds: float
+
+
+def prepare(args: argparse.Namespace, group: Group) -> Callable[[], None]:
+    """Check the arguments; return the command, ready to call. Collective."""
+
+    def check() -> JsonLines:
+        if group.size < 2:
+            raise InvalidArgumentError("bench plan needs 2 ranks, better 4")
+        if group.rank:
+            return JsonLines("--json", None)
+        if not args.force:
+            check_new({"--json": args.json})
+        return JsonLines("--json", args.json)
+
+    output = group.agree("bench plan", check, facts=lambda _: {})
+    return functools.partial(_run, args.seconds, group, output)
+
+
+def _run(seconds: float, group: Group, output: JsonLines) -> None:
+    facts = circumstances(group)
+    if group.rank == 0:
+        print(describe(facts), flush=True)
+    measured = [
+        Measured(setting, _measure(setting, seconds, group))
+        for setting in _settings(group)
+    ]
+    if group.rank:
+        return
+    costs = fit(measured, len(group.nodes) > 1, max(map(len, group.nodes)))
+    took = [_simulated(each.setting, costs) for each in measured]
+    rows, residuals = list[tuple[str, ...]](), list[dict[str, Any]]()
+    for (setting, real), found in zip(measured, took, strict=True):
+        times = time_text(1e6 * real), time_text(1e6 * found)
+        size = str(setting.ranks), str(setting.nodes), size_text(setting.nbytes)
+        rows.append((setting.strategy, *size, *times, f"{found / real - 1:+.1%}"))
+        fields = dataclasses.asdict(setting)
+        residuals.append({**fields, "measured": real, "fitted": found})
+    titles = "strategy", "ranks", "nodes", "size", "measured", "fitted", "residual"
+    print(*table(titles, rows), "", sep="\n")
+    for name, value in vars(costs).items():
+        print(f"{name:8} {value:.4g}")
+    # The residuals have infinity, which JSON has not.
+    for each in residuals:
+        each["staleness"] = min(each["staleness"], 1 << 30)
+    output.write({**facts, "machine": vars(costs), "residuals": residuals})
+    output.close()
+
+
+def _settings(group: Group) -> list[Setting]:
+    """Return what is measured."""
+    nodes, found = len(group.nodes), list[Setting]()
+    sizes = [2, group.size] if nodes == 1 else [group.size]
+    for ranks, nbytes in itertools.product(dict.fromkeys(sizes), _SIZES):
+        found += [
+            Setting("cross-shard", ranks, nodes, nbytes),
+            Setting("sync-replicas", ranks, nodes, nbytes, ranks, 0),
+            Setting("drop-stale", ranks, nodes, nbytes),
+        ]
+    return found
+
+
+def _measure(setting: Setting, seconds: float, group: Group) -> float:
+    """Return the seconds of an update on the first ranks. Collective."""
+    part = group.comm.Split(group.rank < setting.ranks, group.rank)
+    took = 0.0
+    if group.rank < setting.ranks:
+        took = _train(setting, seconds, part)
+    # Others would spin in MPI, and take the cores of those that train.
+    over = group.comm.Ibarrier()
+    while not over.Test():
+        time.sleep(_NAP)
+    part.Free()
+    return float(group.comm.bcast(took))
+
+
+def _train(setting: Setting, seconds: float, comm: Any) -> float:
+    var = Variable(np.zeros(setting.nbytes // 4, np.float32), "x")
+    grads = [np.zeros_like(var.value)]
+
+    def loss() -> tuple[float, list[Any]]:
+        time.sleep(_SLEEP)
+        return 0.0, grads
+
+    rule, opt = SGD(0.1), None  # type: Any, Any
+    if setting.strategy == "cross-shard":
+        opt = CrossShardOptimizer(rule, comm=comm)
+    elif setting.strategy == "sync-replicas":
+        opt = SyncReplicasOptimizer(rule, setting.ranks, comm=comm)
+    else:
+        opt = DropStaleGradientOptimizer(rule, 1 << 30, comm=comm)
+    opt.initialize([var])
+
+    def steps(count: int) -> Any:
+        took = []
+        for _ in range(count):
+            begun = time.perf_counter()
+            opt.minimize(loss)
+            took.append(time.perf_counter() - begun)
+        # Other programs disturb the mean, but not the median.
+        return np.median(comm.allgather(np.median(took)))
+
+    took = steps(_LEAST)
+    took = steps(max(_LEAST, round(seconds / took)))
+    opt.free()
+    return float(took)
+
+
+def _simulated(setting: Setting, costs: Machine) -> float:
+    """Return what `_measure` does, simulated."""
+    found = simulate(setting, costs, compute(f"{_SLEEP}s"), _UPDATES, 0)
+    each = setting.ranks if setting.strategy == "drop-stale" else 1
+    return each * found.seconds / found.updates
+
+
+def fit(measured: Sequence[Measured], network: bool, ranks: int) -> Machine:
+    """Return the costs with which simulations take the measured times.
+
+    By the method of Levenberg and Marquardt, for the logarithms of the costs.
+    """
+    names = ["call", "turn", "update", "reduce", "copy"]
+    names += ["latency", "link"] if network else []
+    costs = Machine(ranks=ranks)
+    real = np.log([each.seconds for each in measured])
+
+    def residuals(costs: Machine) -> Any:
+        took = [_simulated(each.setting, costs) for each in measured]
+        return np.log(took) - real
+
+    def changed(costs: Machine, factors: Sequence[float]) -> Machine:
+        new = {n: getattr(costs, n) * f for n, f in zip(names, factors, strict=True)}
+        return dataclasses.replace(costs, **new)
+
+    found, damping = residuals(costs), _DAMPING
+    for _ in range(_STEPS):
+        each = np.eye(len(names)) * math.log(_CHANGE)
+        slopes = [residuals(changed(costs, np.exp(row))) - found for row in each]
+        jacobian = np.stack(slopes, axis=1) / math.log(_CHANGE)
+        normal = jacobian.T @ jacobian
+        normal += damping * np.eye(len(names))
+        step = np.linalg.solve(normal, -jacobian.T @ found)
+        new = changed(costs, np.exp(np.clip(step, -1, 1)))
+        better = residuals(new)
+        if better @ better < found @ found:
+            costs, found, damping = new, better, damping / 3
+        else:
+            damping *= 10
+    return costs

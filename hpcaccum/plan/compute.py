@@ -1,0 +1,256 @@
+"""The time of one gradient, as text: a distribution, then what changes it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.files import read_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+    Ints = npt.NDArray[np.int64]
+    Distribution = Callable[[np.random.Generator, tuple[int, int]], Floats]
+    # What each rank measured, one gradient after the other.
+    Series = list[list[float]]
+
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_NUMBER = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)"
+_TIME = re.compile(f"{_NUMBER} ?({'|'.join(_SECONDS)})")
+_SHARE = re.compile(f"{_NUMBER}% x{_NUMBER}(?:-{_NUMBER})?")
+_NAMED = re.compile(r"(rank|node)s? ([0-9,-]+) ([x+]) ?(\S+)")
+_FAILURES = re.compile(rf"failures {_NUMBER}/h restart (\S+)")
+_FIRST = (
+    "the first term must be a time such as 30ms, 'normal MEAN DEVIATION', 'lognormal "
+    "MEAN SIGMA', 'exponential MEAN', or a file of times"
+)
+_MORE = (
+    "'6% x3' or '6% x2-10' (that share of gradients takes so many times as long), "
+    "'rank 7 +45ms', 'rank 7 x1.5', 'node 2,4-7 x1.5', or 'failures 0.01/h restart 5m'"
+)
+
+
+def seconds(text: str, what: str) -> float:
+    """Return the seconds of a time such as 30ms, or raise ArgumentTypeError."""
+    if found := _TIME.fullmatch(text):
+        return float(found[1]) * _SECONDS[found[2]]
+    wanted = "a time such as 30ms, 1.5s or 200us"
+    raise argparse.ArgumentTypeError(f"{what} must be {wanted}, got {text!r}")
+
+
+def number(text: str, what: str) -> float:
+    """Return a number of at least 0, or raise ArgumentTypeError."""
+    if re.fullmatch(_NUMBER, text):
+        return float(text)
+    raise argparse.ArgumentTypeError(
+        f"{what} must be a number such as 0.3, got {text!r}"
+    )
+
+
+class Change(NamedTuple):
+    """What makes a share of gradients slower, of all or of some ranks or nodes.
+
+    The factor is between the two ``factors``; the delay, in seconds, is added to it.
+    """
+
+    share: float = 1.0
+    kind: str = ""
+    numbers: tuple[int, ...] = ()
+    factors: tuple[float, float] = (1.0, 1.0)
+    delay: float = 0.0
+
+
+@dataclass(frozen=True)
+class Compute:
+    """What ``--compute`` says.
+
+    Attributes:
+        text: As it was typed.
+        distribution: Draws times of gradients; or the series of a file.
+        changes: Applied to them in order.
+        failures: Of a node, in each second.
+        restart: Seconds from a failure until all ranks train again.
+    """
+
+    text: str
+    distribution: Distribution | Series
+    changes: tuple[Change, ...] = ()
+    failures: float = 0.0
+    restart: float = 0.0
+
+    def check(self, ranks: int, nodes: int) -> None:
+        """Raise InvalidArgumentError if it names a rank or node that does not exist."""
+        for _, kind, numbers, *_ in self.changes:
+            size = nodes if kind == "node" else ranks
+            if kind and max(numbers) >= size:
+                raise InvalidArgumentError(
+                    f"--compute: {kind} {max(numbers)} does not exist; the last of "
+                    f"{ranks} ranks on {nodes} nodes is {kind} {size - 1}"
+                )
+
+    def availability(self, nodes: int) -> float:
+        """Return the share of time in which no restart is under way."""
+        return 1 / (1 + self.failures * nodes * self.restart)
+
+
+def compute(text: str) -> Compute:
+    """Return what a text of ``--compute`` says, or raise ArgumentTypeError."""
+    first, *more = (" ".join(term.split()) for term in text.split(";"))
+    changes, failures = list[Change](), (0.0, 0.0)
+    distribution = _distribution(first)
+    for place, term in enumerate(more, 2):
+        what = f"term {place}, {term!r},"
+        if found := _FAILURES.fullmatch(term):
+            failures = float(found[1]) / 3600, seconds(found[2], f"{what} its restart")
+        else:
+            changes.append(_change(term, what))
+    return Compute(text, distribution, tuple(changes), *failures)
+
+
+def _distribution(text: str) -> Distribution | Series:
+    name, *given = text.split() or [""]
+    if _TIME.fullmatch(text):
+        mean = seconds(text, "it")
+        return lambda rng, shape: np.full(shape, mean)
+    wants = {"normal": "MEAN DEVIATION", "lognormal": "MEAN SIGMA"}
+    wants["exponential"] = "MEAN"
+    if name not in wants:
+        return _file(text)
+    if len(given) != len(wants[name].split()):
+        raise argparse.ArgumentTypeError(f"{name} needs {wants[name]}, got {text!r}")
+    mean = seconds(given[0], f"MEAN of {name}")
+    if name == "exponential":
+        return lambda rng, shape: rng.exponential(mean, shape)
+    if name == "normal":
+        width = seconds(given[1], "DEVIATION of normal")
+        return lambda rng, shape: np.maximum(rng.normal(mean, width, shape), 0)
+    sigma = number(given[1], "SIGMA of lognormal, the deviation of the logarithm,")
+    # Its mean is exp(mu + sigma ** 2 / 2).
+    mu = math.log(max(mean, 1e-300)) - sigma**2 / 2
+    return lambda rng, shape: rng.lognormal(mu, sigma, shape)
+
+
+def _change(term: str, what: str) -> Change:
+    if found := _SHARE.fullmatch(term):
+        share, low, high = (float(each or found[2]) for each in found.groups())
+        if share <= 100:
+            return Change(share / 100, factors=(low, high))
+    elif found := _NAMED.fullmatch(term):
+        kind, numbers, sign, size = found.groups()
+        chosen = _numbers(numbers, what)
+        if sign == "+":
+            return Change(1.0, kind, chosen, delay=seconds(size, f"{what} its delay"))
+        factor = number(size, f"{what} its factor")
+        return Change(1.0, kind, chosen, (factor, factor))
+    raise argparse.ArgumentTypeError(f"{what} must be {_MORE}")
+
+
+def _numbers(text: str, what: str) -> tuple[int, ...]:
+    """Return the numbers of a text such as 3 or 0,4-7."""
+    found = list[int]()
+    for part in text.split(","):
+        ends = re.fullmatch("([0-9]+)(?:-([0-9]+))?", part)
+        if not ends:
+            raise argparse.ArgumentTypeError(
+                f"{what} must name numbers such as 7, 3,7 or 4-7, got {text!r}"
+            )
+        found += range(int(ends[1]), int(ends[2] or ends[1]) + 1)
+    return tuple(found)
+
+
+def _file(text: str) -> Series:
+    path = Path(text)
+    if not text or not path.is_file():
+        raise argparse.ArgumentTypeError(f"{_FIRST}, got {text!r}")
+    try:
+        lines = read_lines(path)
+    except InvalidArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    try:
+        series = _traced(json.loads("\n".join(lines)))
+    except (ValueError, TypeError, LookupError):
+        series = [_listed(path, lines)]
+    if not any(series):
+        raise argparse.ArgumentTypeError(f"{path} has no time of a gradient")
+    return series
+
+
+def _traced(trace: Any) -> Series:
+    """Return the times of gradients in a file of ``train --trace``, by rank."""
+    found: dict[tuple[int, int], list[float]] = {}
+    for event in trace["traceEvents"]:
+        if event["name"] == "compute":
+            place = event["pid"], event["tid"]
+            found.setdefault(place, []).append(event["dur"] * 1e-6)
+    return [found[place] for place in sorted(found)]
+
+
+def _listed(path: Path, lines: Sequence[str]) -> list[float]:
+    """Return the times in a text: seconds, or with units."""
+    found = list[float]()
+    for place, line in enumerate(lines, 1):
+        for word in re.sub(r"[\[\],;]", " ", line.partition("#")[0]).split():
+            what = f"{path}, line {place}: each"
+            plain = re.fullmatch(_NUMBER, word)
+            found.append(float(word) if plain else seconds(word, what))
+    return found
+
+
+class Draws:
+    """Draws times of gradients, the same ones for the same random numbers.
+
+    The times of a file are read in order, from a random place on, so that slow phases
+    last as long as they did.
+
+    Args:
+        compute: What is drawn.
+        node_of: The node of each rank.
+        rng: The source of random numbers.
+    """
+
+    def __init__(
+        self, compute: Compute, node_of: Ints, rng: np.random.Generator
+    ) -> None:
+        self._rng, self._distribution = rng, compute.distribution
+        ranks = np.arange(len(node_of))
+        self._changes = [
+            (each, np.isin(node_of if each.kind == "node" else ranks, each.numbers))
+            for each in compute.changes
+        ]
+        if isinstance(self._distribution, list):
+            # All series in one vector: where that of each rank begins, and its length.
+            lengths = np.array([len(each) for each in self._distribution])
+            self._series, whose = (
+                np.concatenate(self._distribution),
+                ranks % len(lengths),
+            )
+            self._begins = (np.cumsum(lengths) - lengths)[whose, np.newaxis]
+            self._lengths = lengths[whose, np.newaxis]
+            self._at = rng.integers(0, self._lengths)
+
+    def draw(self, ranks: Ints, count: int = 1) -> Floats:
+        """Return the times of the next gradients of different ranks, a row for each."""
+        rng, shape, times = self._rng, (len(ranks), count), np.empty(0)
+        if isinstance(self._distribution, list):
+            places = (self._at[ranks] + np.arange(count)) % self._lengths[ranks]
+            times = self._series[self._begins[ranks] + places]
+            self._at[ranks] += count
+        else:
+            times = self._distribution(rng, shape)
+        for (share, kind, _, (low, high), delay), named in self._changes:
+            slow = named[ranks, np.newaxis] if kind else rng.random(shape) < share
+            factor = low if low == high else rng.uniform(low, high, shape)
+            times = np.where(slow, times * factor + delay, times)
+        return times

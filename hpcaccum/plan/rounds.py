@@ -1,0 +1,150 @@
+"""Synchronous strategies: all ranks of a round at once, as NumPy vectors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hpcaccum.accumulator import admits
+from hpcaccum.plan.machine import napped
+from hpcaccum.plan.setting import Outcome
+
+if TYPE_CHECKING:
+    from hpcaccum.plan.compute import Draws, Floats, Ints
+    from hpcaccum.plan.machine import Machine
+    from hpcaccum.plan.setting import Setting
+
+# Gradients drawn at a time for `allreduces`: 8 MB.
+_AT_A_TIME = 1 << 20
+
+
+def allreduces(
+    setting: Setting,
+    machine: Machine,
+    draws: Draws,
+    updates: int,
+    rng: np.random.Generator,
+) -> Outcome:
+    """Simulate updates for which all ranks wait for each other."""
+    n, computing, seconds = setting.ranks, np.zeros(setting.ranks), 0.0
+    everybody, left = np.arange(n), updates
+    while left:
+        count = min(left, max(1, _AT_A_TIME // n))
+        drawn = draws.draw(everybody, count)
+        computing += drawn.sum(axis=1)
+        drawn += rng.exponential(machine.call, drawn.shape)
+        longest = drawn.max(axis=0)
+        # The first that has waited notices last that all have arrived.
+        late = napped(longest - drawn.min(axis=0), np.full(count, n / (n + 1)))
+        seconds += float((longest + late).sum())
+        left -= count
+    took = machine.reducing(setting)
+    seconds += updates * took
+    crossing = 2 * (setting.nodes - 1) / setting.nodes * setting.nbytes / machine.link
+    lags = np.array([n * updates])
+    return Outcome(seconds, updates, lags, 0, computing, 0.0, updates * crossing)
+
+
+class Rounds:
+    """Updates with the mean of a quorum of gradients; others are dropped.
+
+    The rule is that of the accumulator: a gradient counts if `admits` says so when it
+    arrives, the last one of a quorum closes the round, and its ranks wait.
+    """
+
+    def __init__(
+        self, setting: Setting, machine: Machine, draws: Draws, rng: np.random.Generator
+    ) -> None:
+        self._setting, self._machine, self._rng = setting, machine, rng
+        self._draws, self._everybody = draws, np.arange(setting.ranks)
+        self._quorum, self._away = setting.quorum or 1, setting.node_of > 0
+        others, here = setting.nodes - 1, -(-setting.ranks // setting.nodes)
+        # The server gets one sum of each other node, and sends the parameters back.
+        sums = min(self._quorum, here) + others
+        self._across = others * machine.crossing(setting)
+        self._across += machine.latency * (others > 0)
+        self._updating = machine.updating(setting, sums)
+        # The step, and when it was published.
+        self._step, self._published = 0, 0.0
+        self._computing = np.zeros(setting.ranks)
+        self._lags, self._overtaken, self._dropped = np.zeros(32, np.int64), 0, 0
+        # The next gradient of each rank: its step, when it arrives, how long it took.
+        self._local = np.zeros(setting.ranks, np.int64)
+        self._arrives, self._took = self._next(self._everybody, np.zeros(1))
+
+    def _next(self, ranks: Ints, begin: Floats) -> tuple[Floats, Floats]:
+        """Return when gradients arrive that are begun at some times; and their time."""
+        drawn = self._draws.draw(ranks, self._setting.steps).sum(axis=1)
+        calls = self._rng.standard_exponential(len(ranks)) + self._setting.steps - 1
+        calls *= self._machine.call
+        return begin + drawn + calls + self._machine.moved(self._setting), drawn
+
+    def run(self, updates: int, warm_up: int) -> Outcome:
+        """Simulate updates; those of the warm-up are not counted."""
+        for _ in range(warm_up):
+            self._round()
+        begun, self._overtaken, self._dropped = self._published, 0, 0
+        self._lags[:], self._computing[:] = 0, 0
+        for _ in range(updates):
+            self._round()
+        return Outcome(
+            self._published - begun,
+            updates,
+            self._lags,
+            self._dropped,
+            self._computing,
+            updates * self._updating,
+            updates * self._across,
+            self._overtaken / max(int(self._lags.sum()), 1),
+        )
+
+    def _count(self, ranks: Ints) -> None:
+        """Count the gradients of ranks, which arrive, and the time they took."""
+        found = np.bincount(self._step - self._local[ranks])
+        if len(found) > len(self._lags):
+            self._lags = np.pad(self._lags, (0, 2 * len(found) - len(self._lags)))
+        self._lags[: len(found)] += found
+        self._computing[ranks] += self._took[ranks]
+
+    def _round(self) -> None:
+        fresh = admits(self._step, self._local, self._setting.staleness)
+        arrives = np.where(fresh, self._arrives, np.inf)
+        closes, chosen = self._closing(arrives)
+        # Stale gradients that arrive before are dropped, and their ranks begin anew.
+        stale = self._everybody[~fresh & (self._arrives < closes)]
+        if stale.size:
+            begin = np.maximum(self._arrives[stale], self._published)
+            again, took = self._next(stale, begin)
+            arrives[stale] = again
+            closes, chosen = self._closing(arrives)
+            begun = self._arrives[stale] < closes
+            stale = stale[begun]
+            self._count(stale)
+            self._dropped += stale.size
+            self._local[stale] = self._step
+            self._arrives[stale], self._took[stale] = again[begun], took[begun]
+        self._count(chosen)
+        self._overtaken += self._setting.ranks - chosen.size
+        self._close(closes, chosen)
+
+    def _closing(self, arrives: Floats) -> tuple[float, Ints]:
+        """Return when the quorum is complete, and its ranks."""
+        chosen = np.argpartition(arrives, self._quorum - 1)[: self._quorum]
+        # They are admitted one after the other.
+        turns = self._machine.turn * np.arange(self._quorum)
+        closes = (np.sort(arrives[chosen]) - turns).max() + turns[-1]
+        return float(closes + self._machine.turn), chosen
+
+    def _close(self, closes: float, waits: Ints) -> None:
+        """Make the update, and let the ranks that wait for it begin."""
+        machine, setting, uniform = self._machine, self._setting, self._rng.random
+        idle = np.array([closes - self._published])
+        notices = closes + float(napped(idle, uniform(1))[0])
+        self._published = notices + self._across + self._updating
+        self._step += 1
+        began = napped(self._published - self._arrives[waits], uniform(waits.size))
+        began += self._published + self._across * self._away[waits]
+        began += waits.size / setting.nodes * machine.moved(setting)
+        self._arrives[waits], self._took[waits] = self._next(waits, began)
+        self._local[waits] = self._step

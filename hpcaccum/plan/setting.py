@@ -1,0 +1,142 @@
+"""One setting of one strategy, and what its simulation has found."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from hpcaccum.plan.compute import Floats, Ints
+
+STRATEGIES = ("cross-shard", "sync-replicas", "drop-stale", "agn", "local-steps")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is simulated.
+
+    Attributes:
+        strategy: One of `STRATEGIES`.
+        ranks, nodes: Node i has the i-th block of ranks.
+        nbytes: Of the parameters, and of a gradient.
+        quorum: Gradients of one update; None if each gradient makes one.
+        staleness: Largest lag with which a gradient counts; infinity if all count.
+        period: Gradients that a rank computes for one push.
+        fragments: Parts of the parameters that are pushed in turns.
+        servers: How many ranks, on different nodes, hold a part of the parameters.
+    """
+
+    strategy: str
+    ranks: int
+    nodes: int
+    nbytes: int
+    quorum: int | None = None
+    staleness: float = math.inf
+    period: int = 1
+    fragments: int = 1
+    servers: int = 1
+
+    @property
+    def node_of(self) -> Ints:
+        """The node of each rank."""
+        return np.arange(self.ranks) * self.nodes // self.ranks
+
+    @property
+    def pushed(self) -> float:
+        """Bytes of one push."""
+        return self.nbytes / self.fragments
+
+    @property
+    def steps(self) -> int:
+        """Gradients that a rank computes between two pushes."""
+        return max(1, self.period // self.fragments)
+
+    @property
+    def name(self) -> str:
+        """The strategy and its options, in words."""
+        words = [self.strategy]
+        if self.quorum is not None:
+            words.append(f"quorum {self.quorum}")
+        if self.strategy in ("agn", "local-steps"):
+            words.append(f"period {self.period}")
+        if self.fragments > 1:
+            words.append(f"fragments {self.fragments}")
+        if self.quorum is None and math.isfinite(self.staleness):
+            words.append(f"staleness {self.staleness:g}")
+        if self.servers > 1:
+            words.append(f"servers {self.servers}")
+        return " ".join(words)
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether an update waits for several gradients."""
+        return self.quorum is not None or not self.has_server
+
+    @property
+    def has_server(self) -> bool:
+        """Whether updates are made by a parameter server."""
+        return self.strategy != "cross-shard"
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the fullest node: variables, gradients, and what servers need."""
+        here = -(-self.ranks // self.nodes)
+        # Of each rank: its variables, its gradient, and its buffers for the exchange.
+        buffers = 2 if self.quorum and self.has_server else 1
+        nbytes = here * self.nbytes * (2 + buffers)
+        if self.strategy == "local-steps":
+            # Where its local steps began.
+            nbytes += here * self.nbytes
+        if self.has_server:
+            # Two copies that a node reads, and a part of the center.
+            nbytes += 2 * self.nbytes + -(-self.nbytes // self.servers)
+        return nbytes
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one simulation has found, after it had warmed up.
+
+    Attributes:
+        seconds: That it simulated.
+        updates: In them.
+        lags: How many gradients arrived with each lag.
+        dropped: How many of them did not count.
+        computing: Seconds that each rank has computed.
+        server: Seconds that the server has made updates.
+        link: Seconds that the busiest link has carried data, in one direction.
+        law: The mean lag by Little's law.
+    """
+
+    seconds: float
+    updates: int
+    lags: Ints
+    dropped: int
+    computing: Floats
+    server: float
+    link: float
+    law: float = 0.0
+
+    @property
+    def waiting(self) -> Floats:
+        """The share of time in which each rank did not compute."""
+        found: Floats = np.clip(1 - self.computing / self.seconds, 0, 1)
+        return found
+
+    def figures(self, samples: float) -> dict[str, float]:
+        """Return what is shown and written; a push has so many ``samples``."""
+        arrived = int(self.lags.sum())
+        accepted = arrived - self.dropped
+        return {
+            "updates_per_second": self.updates / self.seconds,
+            "samples_per_second": accepted * samples / self.seconds,
+            "dropped": self.dropped / arrived,
+            "mean_lag": float(self.lags @ np.arange(len(self.lags))) / arrived,
+            "waiting": float(self.waiting.mean()),
+            "busiest_link": self.link / self.seconds,
+            "server_utilisation": self.server / self.seconds,
+            "law": self.law,
+        }

@@ -1,0 +1,145 @@
+"""Simulations of one setting, repeated with other random numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum.errors import counted
+from hpcaccum.plan.compute import Draws
+from hpcaccum.plan.events import Events
+from hpcaccum.plan.rounds import Rounds, allreduces
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hpcaccum.plan.compute import Compute
+    from hpcaccum.plan.machine import Machine
+    from hpcaccum.plan.setting import Outcome, Setting
+
+# Updates that come before those that count, as a part of them.
+_WARM_UP = 0.2
+# Gradients of each rank at least, if each makes an update.
+_LEAST_GRADIENTS = 50
+# How far the mean lag may be from Little's law.
+_LITTLE = 0.02
+# Quantiles of Student's distribution for intervals of 95 %, from 2 repeats on.
+_STUDENT = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+
+
+def simulate(
+    setting: Setting, machine: Machine, compute: Compute, updates: int, seed: int
+) -> Outcome:
+    """Simulate updates of a setting; the same ones for the same seed."""
+    rng = np.random.default_rng(seed)
+    draws = Draws(compute, setting.node_of, rng)
+    if not setting.has_server:
+        return allreduces(setting, machine, draws, updates, rng)
+    kind: type[Rounds | Events] = Rounds
+    if setting.quorum is None:
+        kind, updates = Events, max(updates, _LEAST_GRADIENTS * setting.ranks)
+    warm_up = math.ceil(_WARM_UP * updates)
+    return kind(setting, machine, draws, rng).run(updates, warm_up)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is predicted for one setting.
+
+    Attributes:
+        setting: The setting.
+        means: Of the figures of all simulations, by name; see `Outcome.figures`.
+        intervals: In which their means are with 95 %; None of a single simulation.
+        waiting: The share of time in which each rank waits.
+        lags: How many gradients of all simulations had each lag.
+        doubts: What the prediction is not based on, in words.
+    """
+
+    setting: Setting
+    means: dict[str, float]
+    intervals: dict[str, tuple[float, float] | None]
+    waiting: list[float]
+    lags: list[int]
+    doubts: list[str]
+
+    def percentile(self, percent: float) -> int:
+        """Return the lag that so many percent of the gradients do not exceed."""
+        lags = np.cumsum(self.lags)
+        return int(np.argmax(lags >= percent / 100 * lags[-1]))
+
+    def facts(self) -> dict[str, Any]:
+        """Return what ``--json`` writes."""
+        setting = asdict(self.setting)
+        if math.isinf(self.setting.staleness):
+            setting["staleness"] = None
+        return {
+            **setting,
+            **self.means,
+            "lag_p50": self.percentile(50),
+            "lag_p90": self.percentile(90),
+            "lag_max": len(self.lags) - 1,
+            "lags": self.lags,
+            "waiting_least": min(self.waiting),
+            "waiting_most": max(self.waiting),
+            "memory_bytes": self.setting.memory_bytes,
+            "intervals": self.intervals,
+            "doubts": self.doubts,
+        }
+
+
+def predict(
+    setting: Setting,
+    machine: Machine,
+    compute: Compute,
+    *,
+    updates: int,
+    seeds: Sequence[int],
+    batch: int = 1,
+) -> Prediction:
+    """Predict what a setting does; a gradient is that of ``batch`` samples."""
+    found = [simulate(setting, machine, compute, updates, seed) for seed in seeds]
+    figures = [each.figures(setting.steps * batch) for each in found]
+    columns = {name: [each[name] for each in figures] for name in figures[0]}
+    for name in "updates_per_second", "samples_per_second":
+        # During a restart no rank trains.
+        share = compute.availability(setting.nodes)
+        columns[name] = [share * each for each in columns[name]]
+    means = {name: fmean(column) for name, column in columns.items()}
+    longest = max(len(each.lags) for each in found)
+    lags = sum(np.pad(each.lags, (0, longest - len(each.lags))) for each in found)
+    return Prediction(
+        setting,
+        means,
+        {name: _interval(column) for name, column in columns.items()},
+        np.mean([each.waiting for each in found], axis=0).tolist(),
+        np.trim_zeros(np.asarray(lags), "b").tolist(),
+        _doubts(setting, machine, means),
+    )
+
+
+def _interval(column: Sequence[float]) -> tuple[float, float] | None:
+    if len(column) < 2:
+        return None
+    quantile = _STUDENT[min(len(column) - 1, len(_STUDENT)) - 1]
+    middle, width = fmean(column), quantile * stdev(column) / math.sqrt(len(column))
+    return middle - width, middle + width
+
+
+def _doubts(setting: Setting, machine: Machine, means: dict[str, float]) -> list[str]:
+    """Return why not to trust a prediction.
+
+    By Little's law, the mean lag is the updates a second times the mean time from a
+    pull to the admission, less the share of gradients that make an update themselves.
+    """
+    found, here = list[str](), -(-setting.ranks // setting.nodes)
+    if 0 < machine.ranks < here:
+        measured = counted(machine.ranks, "rank")
+        found.append(f"extrapolated from {measured} on a node to {here}")
+    lag, law = means["mean_lag"], means["law"]
+    if abs(lag - law) > _LITTLE * max(lag, law, 1):
+        found.append(f"mean lag {lag:.3g}, by Little's law {law:.3g}: more --updates")
+    return found
