@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from hpcaccum.accumulator import Tally
+
 
 class Metrics(NamedTuple):
     """What an optimizer has done so far.
@@ -36,6 +38,12 @@ class Metrics(NamedTuple):
     accepted: Sequence[int]
     dropped: Sequence[int]
     lags: Mapping[int, int]
+
+    @classmethod
+    def of(cls, optimizer: str, step: int, waited: float, counts: Tally) -> Metrics:
+        """Return metrics with these counts."""
+        facts = counts.accepted, counts.dropped, counts.lags
+        return cls(optimizer, step, waited, *facts)
 
 
 class Source(Protocol):

@@ -21,7 +21,7 @@ import functools
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcaccum.accumulator.declared_shape import size_of
-from hpcaccum.deadline import grace
+from hpcaccum.deadline import Deadline, grace
 from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError
 from hpcaccum.nodes import Calls, LostNodeError
 from hpcaccum.spans import traced
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator.state import Closed, State
     from hpcaccum.accumulator.storage import Storage
     from hpcaccum.accumulator.taker import Taker, Wait, Waits
-    from hpcaccum.deadline import Deadline
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import Call
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -16,11 +16,6 @@ from hpcaccum.optimizers.slices import Gradient, check_slices
 from hpcaccum.optimizers.start import signature
 from hpcaccum.optimizers.variable import Variable, is_float, is_integer
 from hpcaccum.rows import IndexedSlices
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from hpcaccum.optimizers.variable import Variable
 
 Pairs = list[tuple[Gradient | None, Variable]]
 

@@ -11,7 +11,7 @@ from hpcaccum.arguments import positive_weight, wire_format
 from hpcaccum.device import release, to_host
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Group, Objects, group_of
-from hpcaccum.optimizers.base import ExchangeKind, Optimizer, scaled
+from hpcaccum.optimizers.base import ExchangeKind, Optimizer, with_factor
 from hpcaccum.optimizers.checks import (
     check_groups,
     check_pairs,
@@ -323,10 +323,7 @@ class CrossShardOptimizer(Wrapper):
         if not self._divides or whole:
             return pairs
         # Not in place: another gradient may lie in the same memory.
-        scale = 1 / self._parts
-        return [
-            (None if grad is None else scaled(grad, scale), var) for grad, var in pairs
-        ]
+        return with_factor(pairs, 1 / self._parts)
 
     @one_thread
     def apply_gradients(

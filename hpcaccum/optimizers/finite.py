@@ -12,7 +12,7 @@ from hpcaccum.arguments import one_of
 from hpcaccum.device import cupy, is_device, largest
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.optimizers.base import scaled
+from hpcaccum.optimizers.base import with_factor
 from hpcaccum.optimizers.checks import check_pairs
 from hpcaccum.optimizers.update_rule import checked_number
 from hpcaccum.rows import IndexedSlices, rows_of
@@ -132,7 +132,7 @@ def clip_by_global_norm(
     if not limit < norm < math.inf:
         return pairs, norm
     factor = limit / norm
-    return [(g if g is None else scaled(g, factor), v) for g, v in pairs], norm
+    return with_factor(pairs, factor), norm
 
 
 def _norm(grads: Iterable[Gradient]) -> float:

@@ -12,8 +12,8 @@ from hpcaccum.arguments import integer, positive_count
 from hpcaccum.device import all_on_device, copyto, cupy, release
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.optimizers.base import Optimizer, set_global_step
-from hpcaccum.optimizers.checks import check_pairs, check_sparse
+from hpcaccum.optimizers.base import Optimizer, check_weighed, set_global_step
+from hpcaccum.optimizers.checks import check_sparse
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 from hpcaccum.optimizers.wrapper import check_inner, one_thread
 from hpcaccum.server import (
@@ -103,7 +103,7 @@ class LocalSteps(OneSidedOptimizer):
             InvalidArgumentError, TypeError: On this rank, also if it has left; nothing
                 is changed.
         """
-        pairs, _ = self._weighed(check_pairs(grads_and_vars), weight)
+        pairs, _ = check_weighed(grads_and_vars, weight, averages=False)
         self._checked_step(global_step)
         variables = [var for _, var in pairs]
         if self._server is None:

@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcaccum import metrics
-from hpcaccum.arguments import positive_weight
-from hpcaccum.device import all_on_device, to_host
-from hpcaccum.errors import InvalidArgumentError, counted
+from hpcaccum.device import all_on_device
+from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import group_of
 from hpcaccum.optimizers.base import (
     ExchangeKind,
     KeptState,
     Optimizer,
-    scaled,
+    check_weighed,
     set_global_step,
 )
 from hpcaccum.optimizers.center import Center, FlatRule, flat_rule
 from hpcaccum.optimizers.checks import (
     capacities,
-    check_pairs,
     check_sparse,
     check_variables,
     declared,
     listed,
 )
+from hpcaccum.optimizers.dropped import DropsInARow
 from hpcaccum.optimizers.slices import pushed
 from hpcaccum.optimizers.snapshot import counts_of, set_values
-from hpcaccum.optimizers.start import broadcast, warn_of_wider
+from hpcaccum.optimizers.start import assign, show, warn_of_wider
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import Wrapper, one_thread
 from hpcaccum.server import ParameterServer, ServerOptions, check_nodes, spread
@@ -45,11 +43,6 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.checks import Loss, Pairs, PairsLike, Variables
     from hpcaccum.rows import RowPlace
     from hpcaccum.server import Inbox
-
-logger = logging.getLogger("hpcaccum")
-
-# Gradients that are dropped one after the other before a warning.
-_MANY = 20
 
 
 class OneSidedOptimizer(Wrapper):
@@ -127,7 +120,7 @@ class OneSidedOptimizer(Wrapper):
 
         def check_all() -> dict[str, Any]:
             facts = options.facts(group.size)
-            own = check(_workers(facts, group.size))
+            own = check(facts["workers"])
             self._own = tuple(own)
             return {"optimizer": opt, **facts, **own}
 
@@ -138,14 +131,13 @@ class OneSidedOptimizer(Wrapper):
         # None if they depend on the variables.
         self._servers: tuple[int, ...] | None = self._options["servers"]
         check_nodes(self._servers, group)
-        self._workers = _workers(self._options, group.size)
+        self._workers: int = self._options["workers"]
         # The step of this rank's variables, and the first one worth waiting for.
         self._step, self._useful = -1, 0
         # What `restore` begins with: the counts, and on the host the state.
         self._earlier: Mapping[str, Any] = {}
         self._restored: Mapping[str, Any] | None = None
-        # Gradients of this rank that were dropped one after the other.
-        self._dropped, self._warned = 0, False
+        self._drops_in_a_row = DropsInARow(self.get_name(), group.rank)
 
     def __repr__(self) -> str:
         """Show the options of this strategy and the servers, also those by default."""
@@ -208,8 +200,7 @@ class OneSidedOptimizer(Wrapper):
             divisible = self.outer.elementwise and not any(v.sparse for v in variables)
             servers = spread(self._root, self._group, nbytes, divisible=divisible)
         self._place = dataclasses.replace(self._place, servers=servers)
-        if self._group.rank == 0:
-            logger.info("%r", self)
+        show(self, self._group)
         return ParameterServer(
             self._group,
             self._values,
@@ -364,7 +355,7 @@ class OneSidedOptimizer(Wrapper):
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds; says what the update waits
                 for. The gradients may have been accepted.
         """
-        pairs, weight = self._weighed(check_pairs(grads_and_vars), weight)
+        pairs, weight = check_weighed(grads_and_vars, weight, averages=self._averages)
         self._checked_step(global_step)
         self.initialize([var for _, var in pairs])
         server = self._training_server()
@@ -380,36 +371,13 @@ class OneSidedOptimizer(Wrapper):
         self._note(receipt)
         return receipt
 
-    def _weighed(self, pairs: Pairs, weight: float) -> tuple[Pairs, float]:
-        """Return the gradients to send, and the weight to send with them."""
-        weight = positive_weight(weight, np.dtype(np.float32))
-        if self._averages or weight == 1:
-            return pairs, weight
-        products = [
-            (None if grad is None else scaled(grad, weight), var) for grad, var in pairs
-        ]
-        return products, 1.0
-
     def _metrics(self) -> metrics.Metrics:
-        counts = self.statistics()
-        facts = counts.accepted, counts.dropped, counts.lags
-        return metrics.Metrics(self.get_name(), self.global_step, self.waited, *facts)
+        facts = self.global_step, self.waited, self.statistics()
+        return metrics.Metrics.of(self.get_name(), *facts)
 
     def _note(self, receipt: Receipt) -> None:
-        """Tell logs; warn, once, when the last gradients were all dropped."""
         metrics.note(self)
-        self._dropped = 0 if receipt else self._dropped + 1
-        if self._dropped == _MANY and not self._warned:
-            self._warned = True
-            late = f"was {counted(receipt.lag, 'update')} late, and {self._bound()}"
-            logger.warning(
-                "%s: the last %d gradients of rank %d were all dropped, so the data of "
-                "this rank are not in the model; the last gradient %s",
-                self.get_name(),
-                _MANY,
-                self._group.rank,
-                "was not finite" if receipt.nonfinite else late,
-            )
+        self._drops_in_a_row.note(receipt, self._bound())
 
     def _after(self, server: ParameterServer, receipt: Receipt) -> None:
         """Pull after a push: wait for its update, or do not wait if it was dropped."""
@@ -491,23 +459,9 @@ class OneSidedOptimizer(Wrapper):
 
     def _assign(self, server: ParameterServer) -> None:
         what, variables = self._call("assign"), check_variables(self._variables)
-
-        def check() -> None:
-            server.check_not_paused("assign()")
-            self.before_assign(self._group.rank == server.source)
-
-        try:
-            self._group.agree(what, check, lambda _: {})
-        except Exception:
-            server.come_back()
-            self._group.allgather(None, what)
-            raise
-        broadcast(self._group, variables, what, server.source)
-        values: dict[str, Array] = {}
-        if server.is_server:
-            values = {var.name: np.array(to_host(var.value)) for var in variables}
+        step = assign(self._group, server, variables, what, self.before_assign)
         # This node may have older ones.
-        self._useful = self._step = server.assign(values)
+        self._useful = self._step = step
 
     # Questions, on every rank
 
@@ -644,8 +598,3 @@ class OneSidedOptimizer(Wrapper):
         if self._center is not None:
             self._center.forget()
         self._server = self._center = None
-
-
-def _workers(facts: Mapping[str, Any], size: int) -> int:
-    """Return how many of so many ranks train; see `ServerOptions.facts`."""
-    return size - len(facts["servers"] or ()) * bool(facts["dedicated"])

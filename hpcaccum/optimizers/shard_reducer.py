@@ -308,9 +308,7 @@ class ShardReducer:
         metrics.note(self)
 
     def _metrics(self) -> metrics.Metrics:
-        counts = self.tally()
-        facts = counts.accepted, counts.dropped, counts.lags
-        return metrics.Metrics(self._name, self.step, self.waited, *facts)
+        return metrics.Metrics.of(self._name, self.step, self.waited, self.tally())
 
     def leave(self) -> None:
         """Leave, at the next reduction of the other ranks. Collective.

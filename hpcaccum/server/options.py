@@ -43,13 +43,17 @@ class ServerOptions:
         return self.servers
 
     def facts(self, size: int) -> dict[str, Any]:
-        """Return what must be the same on all of so many ranks, checked, by name."""
+        """Return what must be the same on all of so many ranks, checked, by name.
+
+        Also the number of "workers", the ranks that train.
+        """
         host, ranks = _server_ranks(self.servers, self.host, size, self.dedicated)
         return {
             "host": host,
             "servers": ranks,
             "dedicated": bool(self.dedicated),
             "min_workers": positive_count(self.min_workers, "min_workers"),
+            "workers": size - len(ranks or ()) * bool(self.dedicated),
         }
 
 
