@@ -238,7 +238,7 @@ class ConditionalAccumulator(Accumulator):
             timeout: Likewise.
             out: Likewise.
             at_least: If given, a take whose ``timeout`` passes returns the reduction of
-                what has been accepted by then, if that are so many gradients or more.
+                what has been accepted by then, if those are so many gradients or more.
                 It shrinks as ``num_required`` does when ranks have left.
 
         Returns:
