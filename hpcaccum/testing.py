@@ -219,10 +219,11 @@ def missing(optimizer: Any, step: int) -> str:
 def admit_update(optimizer: Any) -> Callable[[], None]:
     """Have a gradient of DropStaleGradientOptimizer admitted; return what puts it."""
     queue, rank = optimizer._server._inbox._queue, optimizer._group.rank
-    assert queue.admit(rank, 0)
+    receipt = queue.admit(rank, 0)
+    assert receipt
 
     def put() -> None:
-        queue.put(0, rank)
+        queue.put(receipt, rank)
         queue.end_intent(rank)
 
     return put

@@ -206,7 +206,7 @@ def test_a_training_continues_after_a_rank_was_killed(
     assert done.returncode == 0, done.stdout
     assert "it is started again (1 of 3)" in done.stdout
     # The last rank to leave may have made one more update alone.
-    assert re.search(r"update 22[67], resumed at [1-9]", done.stdout), done.stdout
+    assert re.search(r"update 11[34], resumed at [1-9]", done.stdout), done.stdout
     lines = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
     events = [line["event"] for line in lines if line["event"] != "look"]
     # Open MPI's mpiexec asks the other rank to stop, which may come to a result.
