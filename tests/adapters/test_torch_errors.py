@@ -104,7 +104,6 @@ def test_bad_options(options, message, comm):
 def test_bad_options_of_the_strategies(comm):
     inner = sgd(Model())
     for make in (
-        lambda: hpt.DropStale(inner, None, comm=comm),
         lambda: hpt.SyncReplicas(inner, 0, comm=comm),
         lambda: hpt.AGN(inner, 0, comm=comm),
         lambda: hpt.DropStale(inner, 1, comm=comm, host=comm.size),

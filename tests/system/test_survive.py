@@ -196,7 +196,7 @@ def test_rounds_go_on(survives, place, when):
 
 @pytest.mark.skipif(not MPICH, reason="only MPICH can do without shared memory")
 @pytest.mark.parametrize("kind", ["drop_stale", "sync_replicas"])
-@pytest.mark.parametrize(("place", "when"), ASK)
+@pytest.mark.parametrize(("place", "when"), every_second(ASK))
 @pytest.mark.parametrize("survives", ["messages"], indirect=True)
 def test_nodes_go_on(survives, kind, place, when):
     survives(TRAIN, kind, place, when)
