@@ -58,9 +58,9 @@ def test_accumulators_are_made_used_at_once_and_freed_many_times(group, rank, si
             if rank == (turn + 1) % size:
                 assert (acc.take_grad(size, timeout=WAIT) == turn).all()
             numbers.append(communicators(group))
-    # MPICH has 2,048 communicators; each new agent takes one. At first, which numbers
-    # are free depends on earlier tests.
-    assert max(numbers[-5:]) <= max(numbers[-10:-5]) + 1
+    # MPICH has 2,048 communicators; each new agent takes one. Now and then, another one
+    # is free, of earlier tests.
+    assert np.median(np.subtract(numbers[size:], numbers[:-size])) <= 0
 
 
 def communicators(group):

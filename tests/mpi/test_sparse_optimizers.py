@@ -135,7 +135,8 @@ def test_memory_is_not_for_whole_gradients(make, size):
 
     assert list(opt.gradient_arrays()) == ["b"]
     assert {n: a.shape for n, a in opt._shard.reducer.arrays().items()} == {
-        "w": (size, 1),
+        # Of each rank: its weight, and the number of its rows.
+        "w": (size, 2),
         "b": (2,),
     }
     rule = hpc.SGD(1)
@@ -259,14 +260,14 @@ def test_a_rank_without_memory_does_not_hang_the_others(
 def exchange_of(comm, call, exchange, rows):
     """Make one exchange, with MPI's sum in the place of the reduction."""
     marks = exchange.offer({"w": rows}, call)
-    return exchange.collect({"w": sum(meet(marks["w"]))}, 1, call)["w"]
+    return exchange.collect({"w": sum(meet(marks["w"]))}, call)["w"]
 
 
 @pytest.mark.own_comm  # which is not freed, as an exchange is under way
 def test_memory_of_an_interrupted_exchange_is_kept(comm, size, monkeypatch):
     monkeypatch.setattr(row_exchange, "_MOST_BYTES", 0)
     formats = {"w": RowFormat(3, 2, np.dtype("f8"))}
-    marks = {"w": np.zeros((size, 1), np.float32)}
+    marks = {"w": np.zeros((size, 2), np.float32)}
     exchange = RowExchange(hpc.group_of(comm), formats, marks, "exchange")
     rows = distinct(np.arange(3), np.ones((3, 2)), np.dtype("f8"))
     assert exchange_of(comm, 1, exchange, rows).indices.tolist() == [0, 1, 2]
