@@ -10,7 +10,7 @@ SINGLES := test-checks test-device test-1-openmpi test-1 test-oldest \
 # environment in the next pass only.
 .PHONY: all
 all: environments programs-mpich mpich-4 programs-openmpi no-shared-memory-4 mpich-3 \
-     openmpi-4 adapters single-test-checks readme openmpi-2 \
+     openmpi-4 adapters single-test-checks no-shared-memory-2 readme openmpi-2 \
      hosts-mpich hosts-openmpi packaging \
      $(SINGLES:%=single-%) lint documentation shell-scripts
 
@@ -30,7 +30,7 @@ environments: environment-openmpi
 programs-mpich mpich-4 lint: environment-mpich
 programs-openmpi openmpi-2 openmpi-4 hosts-openmpi: environment-openmpi
 # Not before, so that one of the longest legs, `programs-openmpi`, begins before them.
-no-shared-memory-4 mpich-3 readme hosts-mpich: environment-openmpi
+no-shared-memory-2 no-shared-memory-4 mpich-3 readme hosts-mpich: environment-openmpi
 packaging adapters documentation $(SINGLES:%=single-%): environments
 
 # Of many kills that are alike, `make test-all` has twice as many.
@@ -70,8 +70,8 @@ adapters:
 # memory, each rank is on a node of its own, and no others are made up.
 #
 # An odd number of ranks is tested with MPICH, an even one with each MPI. Tests marked
-# `any_size` test the same on any number of ranks. They run on 1 rank with MPICH, on 2 with
-# each MPI (with MPICH in the leg `readme`), and without shared memory. Those also marked
+# `any_size` test the same on any number of ranks. They run on 1 rank with each MPI, and on 2
+# with MPICH, with shared memory (in the leg `readme`) and without. Those also marked
 # `ranks`, which need 3 ranks or several nodes, run on 3 or 4 with each MPI.
 # `make test-all` runs all tests on all numbers of ranks.
 SIZED := -m 'not any_size'
@@ -79,10 +79,10 @@ NODES := -m 'not any_size or ranks'
 mpich-4:   OPTIONS := $(SIZED) -o mpi_nodes=halves,uneven
 mpich-3:   OPTIONS := $(NODES) -o mpi_nodes=apart,singles
 openmpi-4: OPTIONS := $(NODES) -o mpi_nodes=apart,uneven
+no-shared-memory-4: OPTIONS := $(NODES)
 # Gradients of tests are short: once, ranks do not send them at once, as if they were long.
-no-shared-memory-4: OPTIONS := -m 'not slow' -o mpi_short=0
-single-test-1-openmpi: OPTIONS := $(SIZED)
-openmpi-2: OPTIONS := -m 'not slow'
+no-shared-memory-2: OPTIONS := -m 'not slow' -o mpi_short=0
+openmpi-2: OPTIONS := $(SIZED)
 
 mpich-%:
 	@leg "MPICH, $* ranks" make test-$* ARGS="$(OPTIONS)"

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 import hpcaccum as hpc
 
-UPDATES, DIRECTORY = 20_000, "saved-requeue"
+UPDATES, DIRECTORY = 12_000, "saved-requeue"
 
 comm = MPI.COMM_WORLD
 rank = comm.rank
