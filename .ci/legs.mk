@@ -46,10 +46,11 @@ packaging:
 # The harness of the tests, refused options, unusable files, the programs of the pages, the
 # tables, the wheel, what a training writes and how it stops are tested with MPICH: they
 # depend on pytest and on the commands, not on the MPI. So do batch scripts, the doctor, and
-# sums without a rank, except for how the ranks of a job start and end.
+# what goes on without a rank, except for how the ranks of a job start and end.
 OPENMPI := (not test_slurm or two_nodes or find_each_other or died or killed) and \
            (not test_doctor or alone_it or a_launcher or is_killed) and \
-           (not test_shrink or two_ranks or a_group or cannot_go_on or may_not)
+           (not test_shrink or two_ranks or a_group or cannot_go_on or may_not) and \
+           (not test_survive or strategies or training or status or soak or two_ranks)
 programs-openmpi:
 	@leg "Open MPI, whole programs" make test-programs MPI=openmpi ARGS="$(PROGRAMS) -k '$(OPENMPI)' \
 	    $(addprefix --ignore=tests/system/test_,harness_failures.py options.py files.py \
@@ -71,13 +72,13 @@ adapters:
 #
 # An odd number of ranks is tested with MPICH, an even one with each MPI. Tests marked
 # `any_size` test the same on any number of ranks. They run on 1 rank with each MPI, and on 2
-# with MPICH, with shared memory (in the leg `readme`) and without. Those also marked
-# `ranks`, which need 3 ranks or several nodes, run on 3 or 4 with each MPI.
+# with MPICH, with shared memory (in the leg `readme`) and without. Those also marked `ranks`,
+# which need 3 ranks or several nodes, run on 4 with Open MPI and without shared memory.
 # `make test-all` runs all tests on all numbers of ranks.
 SIZED := -m 'not any_size'
 NODES := -m 'not any_size or ranks'
 mpich-4:   OPTIONS := $(SIZED) -o mpi_nodes=halves,uneven
-mpich-3:   OPTIONS := $(NODES) -o mpi_nodes=apart,singles
+mpich-3:   OPTIONS := $(SIZED) -o mpi_nodes=apart,singles
 openmpi-4: OPTIONS := $(NODES) -o mpi_nodes=apart,uneven
 no-shared-memory-4: OPTIONS := $(NODES)
 # Gradients of tests are short: once, ranks do not send them at once, as if they were long.
