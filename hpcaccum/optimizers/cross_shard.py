@@ -371,8 +371,11 @@ class CrossShardOptimizer(Wrapper):
         receipt = Receipt(not skips, shard.step, shard.step, nonfinite=skips)
         shard.rates = [finite(getattr(self.inner, "learning_rate", None))]
         out = {name: self._sums[name] for name in grads} if self._sums else None
-        parts = None if self._is_whole_step() else self._parts
-        parts = parts if self._divides else 0
+        parts: int | None = self._parts
+        if self._options["reduction"] != Reduction.MEAN:
+            parts = 0
+        elif self._divides and self._is_whole_step():
+            parts = None
         sums = shard.reduce(grads, out, parts, skips=skips, weight=weight)
         if sums is None:
             return receipt

@@ -250,6 +250,7 @@ def test_a_take_that_gets_what_it_requires_does_not_wait(acc):
     assert time.monotonic() - begun < WAIT / 2
 
 
+@pytest.mark.ranks(min=2)
 def test_a_gradient_that_is_written_at_the_limit_is_returned(make):
     acc = make()
     at(1, acc.apply_grad, [1, 2])
