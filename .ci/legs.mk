@@ -10,7 +10,7 @@ SINGLES := test-checks test-device test-1-openmpi test-1 test-oldest \
 # environment in the next pass only.
 .PHONY: all
 all: environments programs-mpich mpich-4 programs-openmpi no-shared-memory-4 mpich-3 \
-     openmpi-4 adapters single-test-checks no-shared-memory-2 readme openmpi-2 \
+     openmpi-4 adapters single-test-checks readme openmpi-2 \
      hosts-mpich hosts-openmpi packaging \
      $(SINGLES:%=single-%) lint documentation shell-scripts
 
@@ -30,7 +30,7 @@ environments: environment-openmpi
 programs-mpich mpich-4 lint: environment-mpich
 programs-openmpi openmpi-2 openmpi-4 hosts-openmpi: environment-openmpi
 # Not before, so that one of the longest legs, `programs-openmpi`, begins before them.
-no-shared-memory-2 no-shared-memory-4 mpich-3 readme hosts-mpich: environment-openmpi
+no-shared-memory-4 mpich-3 readme hosts-mpich: environment-openmpi
 packaging adapters documentation $(SINGLES:%=single-%): environments
 
 # Of many kills that are alike, `make test-all` has twice as many.
@@ -72,17 +72,16 @@ adapters:
 #
 # An odd number of ranks is tested with MPICH, an even one with each MPI. Tests marked
 # `any_size` test the same on any number of ranks. They run on 1 rank with each MPI, and on 2
-# with MPICH, with shared memory (in the leg `readme`) and without. Those also marked `ranks`,
-# which need 3 ranks or several nodes, run on 4 with Open MPI and without shared memory.
+# with MPICH (in the leg `readme`). Those also marked `ranks`, which need 3 ranks or several
+# nodes, run on 4 with Open MPI and without shared memory.
 # `make test-all` runs all tests on all numbers of ranks.
 SIZED := -m 'not any_size'
 NODES := -m 'not any_size or ranks'
 mpich-4:   OPTIONS := $(SIZED) -o mpi_nodes=halves,uneven
 mpich-3:   OPTIONS := $(SIZED) -o mpi_nodes=apart,singles
 openmpi-4: OPTIONS := $(NODES) -o mpi_nodes=apart,uneven
-no-shared-memory-4: OPTIONS := $(NODES)
 # Gradients of tests are short: once, ranks do not send them at once, as if they were long.
-no-shared-memory-2: OPTIONS := -m 'not slow' -o mpi_short=0
+no-shared-memory-4: OPTIONS := $(NODES) -o mpi_short=0
 openmpi-2: OPTIONS := $(SIZED)
 
 mpich-%:
