@@ -33,7 +33,7 @@ programs-openmpi openmpi-2 openmpi-4 hosts-openmpi: environment-openmpi
 no-shared-memory-4 mpich-3 readme hosts-mpich: environment-openmpi
 packaging adapters documentation $(SINGLES:%=single-%): environments
 
-# Of many kills that are alike, `make test-all` has twice as many.
+# `make test-all` also has every second of many kills that are alike.
 PROGRAMS := -m 'mpi and not thorough'
 # One training is in the leg `readme`.
 programs-mpich:

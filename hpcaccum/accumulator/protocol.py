@@ -310,7 +310,7 @@ class AdmissionProtocol:
     def put_record(self, rank: int, parity: int, record: Record | None) -> None:
         """Publish what a rank has in a round."""
         if record:
-            # First: whoever sees the record sees its weight.
+            # Before the record, so that a rank that reads the record finds its weight.
             weight = self._weight_index(parity, rank)
             self.words.store_unordered(weight, bits(record.weight))
         word = record.word() if record else 0

@@ -321,7 +321,7 @@ class LocalStepsOptimizer(LocalSteps):
         with np.errstate(all="ignore"):
             for name, place in differences.items():
                 np.subtract(place, self._values[name], out=place)
-        # First: a push that raises may have been accepted, and must not be repeated.
+        # Before the push: one that raises may have been accepted, and is not repeated.
         self._changed.clear()
         receipt = server.push(differences, self._step)
         self._after(server, receipt)

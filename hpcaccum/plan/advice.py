@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from hpcaccum.plan.compute import Compute
     from hpcaccum.plan.simulation import Prediction
 
-# Of the time, from which on a server or a link is a bottleneck; and how much less of
-# its time a slow rank waits than the others.
+# A server or a link that is busy for this share of the time is a bottleneck. A rank is
+# slow if the share of its time that it waits is smaller than that of others by so much.
 _BUSY, _SLOW = 0.8, 0.2
 # Settings whose samples a second differ by less are as good.
 _GAIN = 0.05
@@ -80,7 +80,7 @@ def words(predictions: Sequence[Prediction], compute: Compute) -> Iterator[str]:
 def _best(found: Sequence[Prediction], base: Prediction) -> str:
     """Return which setting is the best, and how it compares."""
     enough = max(each.means[_SPEED] for each in found) / (1 + _GAIN)
-    # Of those that are as good, the first: it drops least.
+    # The first of those that are as good drops least.
     best = next(each for each in found if each.means[_SPEED] >= enough)
     means = best.means
     text = (

@@ -15,13 +15,12 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.plan.compute import compute
 from hpcaccum.plan.machine import machine
 from hpcaccum.plan.setting import STRATEGIES, Setting
+from hpcaccum.server import LARGE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _POWERS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
-# Bytes of parameters from which on servers="auto" takes several.
-_LARGE = 1 << 20
 # Parts of the ranks that are tried as quorums, if none is given.
 _QUORUMS = (1.0, 0.97, 0.94, 0.875, 0.75)
 
@@ -139,7 +138,7 @@ def _options(
     if strategy == "cross-shard":
         yield {}
         return
-    auto = nodes if nbytes >= _LARGE else 1
+    auto = nodes if nbytes >= LARGE else 1
     tried: dict[str, Any] = {"servers": [each or auto for each in args.servers]}
     if (most := max(tried["servers"])) > nodes:
         raise InvalidArgumentError(

@@ -84,7 +84,7 @@ class Setting:
     def memory_bytes(self) -> int:
         """Of the fullest node: variables, gradients, and what servers need."""
         here = -(-self.ranks // self.nodes)
-        # Of each rank: its variables, its gradient, and its buffers for the exchange.
+        # Each rank has its variables, its gradient, and its buffers for the exchange.
         buffers = 2 if self.quorum and self.has_server else 1
         nbytes = here * self.nbytes * (2 + buffers)
         if self.strategy == "local-steps":

@@ -156,7 +156,7 @@ class Peers:
         self._scattering: deque[_Transfer] = deque()
         self._gathering: deque[_Transfer] = deque()
         self._buffers: dict[int, tuple[Array, Array]] = {}
-        # Of this call: what each rank's node has summed; see `begin`.
+        # What each rank's node has summed in this call; see `begin`.
         self._nodes = np.empty((0, 2))
         self._exchange: Any = None
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 from hpcaccum.server.bounded_staleness import BoundedStalenessInbox
 from hpcaccum.server.inbox import Inbox
 from hpcaccum.server.lateness import Lateness, factors_of
-from hpcaccum.server.options import ServerOptions, Servers, check_nodes, spread
+from hpcaccum.server.options import LARGE, ServerOptions, Servers, check_nodes, spread
 from hpcaccum.server.part import joined
 from hpcaccum.server.publisher import Publisher
 from hpcaccum.server.quorum import QuorumInbox
@@ -33,6 +33,7 @@ from hpcaccum.server.server import ParameterServer, ServerState, check_first_ste
 from hpcaccum.server.wire_format import gradients_by_name
 
 __all__ = [
+    "LARGE",
     "BoundedStalenessInbox",
     "Inbox",
     "Lateness",

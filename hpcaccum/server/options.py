@@ -22,7 +22,7 @@ AUTO = "auto"
 # Bytes of variables from which on "auto" takes several servers. Measured on 4 hosts,
 # links of 1 Gbit/s: at 16 MiB 0.3 to 0.5 of the time of one server, at 1 MiB 0.4 to
 # 1.2, at 256 KiB no less.
-_LARGE = 1 << 20
+LARGE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def spread(host: int, group: Group, nbytes: int, *, divisible: bool) -> tuple[in
     Returns:
         The host, and the first rank of each other node if the variables are large.
     """
-    if nbytes < _LARGE or not divisible:
+    if nbytes < LARGE or not divisible:
         return (host,)
     others = [ranks[0] for ranks in group.nodes if host not in ranks]
     return (host, *others)

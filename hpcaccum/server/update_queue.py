@@ -74,7 +74,7 @@ class UpdateQueue:
         # The first of these words follows the places, so that one read returns both.
         self._members = layout.take(Membership.words(group.size))
         counters = layout.take(Counters.words(group.size))
-        # Of each place: the factor, as bits.
+        # The factor of each place, as bits.
         self._scales = layout.take(group.size)
         self._intents = layout.take(_APART * group.size, own_lines=True)
         self.words = words = words_of(group, root, layout.count, what)

@@ -193,7 +193,7 @@ def test_memory_grows_with_the_rows(comm, rank):
     nbytes = module.weight.nbytes
     inner = torch.optim.SGD(module.parameters(), 1.0)
     with hpt.CrossShard(inner, comm=comm, sparse=[module.weight]) as opt:
-        # Of all ranks: a 1, and the number of rows in three digits.
+        # Each rank has a 1, and the number of its rows in three digits.
         shapes = [a.shape for a in opt._exchange._shard.reducer.arrays().values()]
         assert shapes == [(comm.size, 4)]
         tracemalloc.start()

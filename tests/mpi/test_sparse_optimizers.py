@@ -135,7 +135,7 @@ def test_memory_is_not_for_whole_gradients(make, size):
 
     assert list(opt.gradient_arrays()) == ["b"]
     assert {n: a.shape for n, a in opt._shard.reducer.arrays().items()} == {
-        # Of each rank: its weight, and the number of its rows.
+        # Each rank has its weight, and the number of its rows.
         "w": (size, 2),
         "b": (2,),
     }
