@@ -142,7 +142,7 @@ def _add(parts: Sequence[Array], out: Array) -> None:
 
 
 def _are_one(factors: Sequence[float]) -> bool:
-    return all(factor == 1 for factor in factors)
+    return not factors or all(factor == 1 for factor in factors)
 
 
 def _add_products(

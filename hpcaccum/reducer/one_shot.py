@@ -63,6 +63,8 @@ class OneShot(Schedule):
         # ranks, their signatures, and their weights.
         self._words = AtomicWords(group, 0, 2 * 3 * group.size)
         self._weights: list[float] = []
+        # This rank's weight in each block, which stays there.
+        self._stored = [0.0, 0.0]
         self._ones = [bits(1.0)] * group.size
         self._quiet, self._calls, self._gone = Quiet(), 0, plan.gone
         self.window_bytes = 2 * layout.nbytes
@@ -102,7 +104,9 @@ class OneShot(Schedule):
         numbers, read = call % 2 * 3 * size, words.read_range
         signatures = numbers + size
         words.store_unordered(signatures + self._rank, mine)
-        words.store_unordered(signatures + size + self._rank, bits(self.weight))
+        if self._stored[call % 2] != self.weight:
+            self._stored[call % 2] = self.weight
+            words.store_unordered(signatures + size + self._rank, bits(self.weight))
         words.store(numbers + self._rank, [call])
         if (all_here := [call] * size) != read(numbers, size):
             self._wait(

@@ -212,7 +212,9 @@ class Reducer(Freeable):
                 f"{self._name}: arrays were started with weight "
                 f"{self._schedule.weight}, not {weight}"
             )
-        self._schedule.prepare(weight, mean=reduction_type == "MEAN")
+        schedule, mean = self._schedule, reduction_type == "MEAN"
+        if weight != schedule.weight or mean != schedule.mean:
+            schedule.prepare(weight, mean=mean)
 
     def arrays(self) -> dict[str, Array]:
         """Return this rank's arrays, of the layout's dtype, to write gradients to.

@@ -240,13 +240,15 @@ class NodeSum:
         self.divisor, self._divisor_of = 1.0, divisor_of
         # Those that are counted, if they are not all 1.
         self._weights: list[float] = []
+        # This rank's weight in its word, which stays there.
+        self._stored = 0.0
         self._ones = [bits(1.0)] * group.size
 
     def contribute(self, count: int, *, staged: bool = False) -> None:
         """Publish that this rank's inputs of the first ``count`` buckets are ready."""
         if count > self._contributed:
-            if not self._contributed:
-                place = 4 * self._size + self._rank
+            if self._stored != self.weight:
+                self._stored, place = self.weight, 4 * self._size + self._rank
                 self._words.store_unordered(place, bits(self.weight))
             self._contributed = count
             self._words.store(self._rank, [self._base + count << 1 | staged])

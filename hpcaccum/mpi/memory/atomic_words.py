@@ -21,17 +21,18 @@ if TYPE_CHECKING:
 
 # No word of the package has this value.
 _NEVER = -(1 << 63)
+_WORD, _NUMBER = struct.Struct("q"), struct.Struct("d")
 
 
 def bits(number: float) -> int:
     """Return a float as a word; that of a positive one is positive."""
-    word: int = struct.unpack("q", struct.pack("d", number))[0]
+    word: int = _WORD.unpack(_NUMBER.pack(number))[0]
     return word
 
 
 def number_of(word: int) -> float:
     """Return the float of a word."""
-    number: float = struct.unpack("d", struct.pack("q", word))[0]
+    number: float = _NUMBER.unpack(_WORD.pack(word))[0]
     return number
 
 
