@@ -9,8 +9,8 @@ SINGLES := test-checks test-device test-1-openmpi test-1 test-oldest \
 # The longest legs come first. Make passes over this list, and starts what waits for an
 # environment in the next pass only.
 .PHONY: all
-all: environments programs-mpich mpich-4 programs-openmpi no-shared-memory-4 mpich-3 \
-     openmpi-4 adapters single-test-checks readme openmpi-2 \
+all: environments programs-mpich mpich-4 programs-openmpi clusters adapters \
+     single-test-checks no-shared-memory-4 openmpi-4 readme mpich-3 openmpi-2 \
      hosts-mpich hosts-openmpi packaging \
      $(SINGLES:%=single-%) lint documentation shell-scripts
 
@@ -27,7 +27,7 @@ environment-openmpi: environment-mpich
 environments: environment-openmpi
 	@leg "other environments" make environments
 
-programs-mpich mpich-4 lint: environment-mpich
+programs-mpich mpich-4 clusters lint: environment-mpich
 programs-openmpi openmpi-2 openmpi-4 hosts-openmpi: environment-openmpi
 # Not before, so that one of the longest legs, `programs-openmpi`, begins before them.
 no-shared-memory-4 mpich-3 readme hosts-mpich: environment-openmpi
@@ -35,10 +35,17 @@ packaging adapters documentation $(SINGLES:%=single-%): environments
 
 # `make test-all` also has every second of many kills that are alike.
 PROGRAMS := -m 'mpi and not thorough'
+IGNORED = $(patsubst %,--ignore=tests/system/test_%.py,$(1))
+# Most of their time they wait for SLURM, or for jobs that hang on purpose.
+CLUSTERS := slurm doctor
 # One training is in the leg `readme`.
 programs-mpich:
-	@leg "MPICH, whole programs" make test-programs \
-	    ARGS="$(PROGRAMS) -k 'not log_of_one_strategy' --ignore=tests/system/test_packaging.py"
+	@leg "MPICH, whole programs" make test-programs ARGS="$(PROGRAMS) \
+	    -k 'not log_of_one_strategy' $(call IGNORED,$(CLUSTERS) packaging)"
+
+clusters:
+	@leg "MPICH, batch jobs" make test-programs \
+	    ARGS="$(PROGRAMS) $(CLUSTERS:%=tests/system/test_%.py)"
 
 packaging:
 	@leg "packaging" make test-programs ARGS=tests/system/test_packaging.py
@@ -53,8 +60,8 @@ OPENMPI := (not test_slurm or two_nodes or find_each_other or died or killed) an
            (not test_survive or strategies or training or status or soak or two_ranks)
 programs-openmpi:
 	@leg "Open MPI, whole programs" make test-programs MPI=openmpi ARGS="$(PROGRAMS) -k '$(OPENMPI)' \
-	    $(addprefix --ignore=tests/system/test_,harness_failures.py options.py files.py \
-	    documentation.py bench.py saving.py train.py stopping.py packaging.py)"
+	    $(call IGNORED,harness_failures options files documentation bench saving train \
+	    stopping packaging)"
 
 # The second command of the README: 2 ranks of MPICH, units, and most of the kernels.
 readme:
