@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from hpcaccum import checkpoint
 from hpcaccum.errors import RESTART
@@ -47,6 +48,17 @@ def test_torch_stragglers(mpirun):
     assert updates["sync-replicas"] >= 60
     assert updates["drop-stale"] >= 120
     assert updates["agn"] >= 12
+
+
+@pytest.mark.parametrize("strategy", ["cross-shard", "agn", "local-steps"])
+def test_torch_text(mpirun, strategy):
+    program = REPOSITORY / "examples" / "torch_text.py"
+    result = mpirun(2, program, strategy, "--steps", "100", env=ENV)
+
+    assert result.returncode == 0, result.stdout
+    (bits,) = re.findall(r"([\d.]+) bits a character", result.stdout)
+    # A character of 96 has 6.6 bits if nothing is known about it.
+    assert float(bits) < 5
 
 
 def test_jax_digits(mpirun):
