@@ -2,7 +2,7 @@
 
 It fits the costs of an exchange with `hpcaccum bench plan` on 4 ranks, then runs each
 case on 2 to 32 ranks, whose computation of a gradient is a sleep, so that a few cores
-are enough. It writes the table of plan.md, and plan.png. The ranks run this file, too.
+are enough. It writes the table of plan.md. The ranks run this file, too.
 """
 
 from __future__ import annotations
