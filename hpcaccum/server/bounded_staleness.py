@@ -58,7 +58,6 @@ class BoundedStalenessInbox:
     """
 
     adds = needs_all = False
-    rate: float | None = None
 
     def __init__(
         self,

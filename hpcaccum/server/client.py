@@ -67,7 +67,7 @@ class Client(Freeable):
     ) -> None:
         self._group, self._what = group, what
         self._servers, self._root = servers, servers[0]
-        wire = self._wire = WireFormat(initial, capacities)
+        wire = self._wire = WireFormat.of(initial, capacities)
         with contextlib.ExitStack() as undo:
             self._inbox = make_inbox(wire.size, wire.gradients.dtype, wire.rows)
             undo.callback(self._inbox.free)

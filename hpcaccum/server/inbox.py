@@ -30,12 +30,10 @@ class Inbox(Protocol):
             update are then sent to their nodes unasked.
         needs_all: Whether each rank that has not left gives one gradient of each
             update, so that none is made without it.
-        rate: The learning rate of an update: the optimizer's own, None.
     """
 
     adds: bool
     needs_all: bool
-    rate: float | None
 
     @property
     def parts(self) -> NodeParts:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from hpcaccum.dtypes import Array
     from hpcaccum.server.node_update import NodeUpdate
-    from hpcaccum.server.part import OwnPart, WholeCenter
+    from hpcaccum.server.part import Center
     from hpcaccum.server.publisher import Publisher
     from hpcaccum.server.update_lock import UpdateLock
 
@@ -36,11 +36,9 @@ class Source(Protocol):
 
     Attributes:
         adds: See `Inbox`.
-        rate: The learning rate of the update; None for the optimizer's own.
     """
 
     adds: bool
-    rate: float | None
 
     def next(self, step: int, deadline: Deadline) -> AbstractContextManager[Any]:
         """Wait for the gradients that make step ``step + 1``; see `Inbox.next`."""
@@ -161,7 +159,7 @@ class UpdateLoop(Loop):
         inbox: Source,
         lock: UpdateLock,
         what: str,
-        part: WholeCenter | OwnPart,
+        part: Center,
         publisher: Publisher,
         node_update: NodeUpdate | None = None,
     ) -> None:
@@ -170,7 +168,7 @@ class UpdateLoop(Loop):
         self._kept: Mapping[str, Array] = {}
         # By variable: memory for a gradient times its factor.
         self._room: dict[str, Array] = {}
-        self.center = part.center
+        self.center = part.arrays
         self.slots = None if node_update is None else node_update.slots
 
     def set_step(self, step: int) -> None:
@@ -196,7 +194,7 @@ class UpdateLoop(Loop):
                     self._part.note(grads)
                     if batch.factor != 1:
                         grads = {n: self._scaled(n, grads[n], batch) for n in grads}
-                    self.update(grads, self._inbox.rate)
+                    self.update(grads, self._part.rate(batch))
                 self._part.write(flat)
             # A rank that gave one of several gradients waits for their update.
             waiting = [place.rank for place in batch.places] if self._inbox.adds else []
@@ -235,4 +233,4 @@ class UpdateLoop(Loop):
 
     def release(self) -> None:
         """Use no shared memory any more, so that it can be freed."""
-        self.center, self.slots, self._part.center = {}, None, {}
+        self.center, self.slots, self._part.arrays = {}, None, {}

@@ -16,9 +16,9 @@ import numpy as np
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import to_host
 from hpcaccum.errors import EverybodyLeftError
-from hpcaccum.mpi import AtomicWords, bits, complete, memory_of_rank, number_of
+from hpcaccum.mpi import AtomicWords, complete, memory_of_rank, number_of
 from hpcaccum.nodes import Agent
-from hpcaccum.server.double_buffer import step_of, version_of
+from hpcaccum.server.double_buffer import step_of
 from hpcaccum.server.order_agent import (
     ANSWER,
     ANSWERS,
@@ -40,7 +40,6 @@ from hpcaccum.server.questions import Questions
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from hpcaccum.accumulator import Batch
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import NodeParts
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class Orders:
-    """Orders of the root, and where the loop of each server gets them. Collective.
+    """Where the loop of each of several servers gets its updates. Collective.
 
     Args:
         group: The ranks, on several nodes.
@@ -60,22 +59,20 @@ class Orders:
         parts: Of each server.
         gradients: Where they lie.
         publisher: Of the parameters.
-        most: How many steps may be ordered and not made, at most.
         what: Name for messages.
+        most: How many steps may be ordered and not made, at most.
 
     Attributes:
         own: The part of this rank, if it is a server.
         buffers: The most steps that may be ordered and not yet made. A server has
             memory for the gradients of each, but in all for no more than a whole one.
-        ordered: The step that was ordered last; on the root.
+        words: Of this node; see `OrderAgent`.
         questions: Of the root to the servers.
-        rate: The learning rate of the last order; None for the optimizer's own.
         answer: Called with a question of the root; returns the answer.
         assign: Called with a version that has the values which were kept.
     """
 
     adds = False
-    rate: float | None = None
 
     def __init__(
         self,
@@ -91,41 +88,43 @@ class Orders:
         most: int,
     ) -> None:
         self._servers, self._parts, self._what = servers, parts, what
-        self._names, self._publisher = list(wire.parameters), publisher
+        self._names, self.publisher = list(wire.parameters), publisher
         longest = max(each.part.stop - each.part.start for each in parts)
         self.buffers = min(most, max(1, round(wire.parameters.size / max(1, longest))))
-        self.ordered = -1
         self.answer: Callable[[Any], Any] = lambda _: None
         self.assign: Callable[[int], object] = lambda _: None
         # On a server: the last order that was carried out, and whether it ended all.
         self._number, self._ended = 0, False
         with contextlib.ExitStack() as undo:
-            self._words = AtomicWords(group.inside, 0, MADE + len(servers))
-            undo.callback(self._words.free)
+            self.words = AtomicWords(group.inside, 0, MADE + len(servers))
+            undo.callback(self.words.free)
             memory = self._allocate(group, publisher.copies.dtype)
             self._agent = Agent.of(group)
             undo.pop_all()
         self._service = OrderAgent(
-            self._agent, parts, memory, gradients, publisher, self._words
+            self._agent, parts, memory, gradients, publisher, self.words
         )
         tags = self._service.tag(QUESTIONS), self._service.tag(ANSWERS)
-        ask = functools.partial(self._request, "ask")
+        ask = functools.partial(self.request, "ask")
         self.questions = Questions(self._agent.comm, servers, tags, ask)
         self.own: OwnPart | None = None
         first = self._scatter(wire, initial)
         if first is not None:
             assert memory is not None
-            self.own = OwnPart(parts[servers.index(group.rank)], memory, first)
+            assert publisher.own is not None
+            part = parts[servers.index(group.rank)]
+            self.own = OwnPart(part, publisher.own, memory, first)
         # No order comes before its server is there.
         group.allgather(None, f"{what}: servers")
 
     def _allocate(self, group: Group, dtype: Any) -> Array | None:
         """Make the memory for gradients of the server of this node, if it has one."""
-        number, self.window_bytes = self._publisher.number, 0
+        number, self.window_bytes = self.publisher.number, 0
         # Collective on the node, so all of its ranks allocate or none.
         if number is None:
             return None
-        size, server = self._parts[number].size, self._servers[number]
+        server = self._servers[number]
+        size = sum(each.stop - each.start for each in self._parts[number].ranges)
         nbytes = self.buffers * size * dtype.itemsize
         if server == group.rank:
             self.window_bytes = nbytes
@@ -171,7 +170,7 @@ class Orders:
         self._end_start(exchange())
         if self.own is None:
             return None
-        names = self.own.center
+        names = self.own.arrays
         return {n: m for n, m in zip(self._names, mine, strict=True) if n in names}
 
     def _message(self, tag: int) -> Any:
@@ -191,73 +190,9 @@ class Orders:
             lambda: f"host rank {self._servers[0]} and the servers",
         )
 
-    # The root
-
-    def begin(self, step: int) -> None:
-        """Set the step of the parameters that the servers begin with; the root only."""
-        version = version_of(step)
-        self._publisher.announce(version)
-        for server in range(len(self._servers)):
-            self._publisher.note_made(server, version)
-        self._words.store(MADE, [version] * len(self._servers))
-        self.ordered = step
-        self._request("begin", version)
-
-    def order(
-        self, step: int, batch: Batch, rate: float | None, *, awaited: bool
-    ) -> None:
-        """Order a step of a batch of gradients; the root only.
-
-        Only as many steps as there are buffers may be ordered and not made.
-        """
-        numbers = bits(math.nan if rate is None else rate), bits(batch.factor)
-        places = list(batch.places)
-        self._order(version_of(step), places, batch.divisor, numbers, awaited)
-        self.ordered = step
-
-    def order_again(self) -> int:
-        """Order a version of the newest step with what was kept; the root only."""
-        version = self._publisher.newest_version() + 1
-        self._order(version, [], 1, (0, 0), False)
-        return version
-
-    def _order(self, version: int, *request: Any) -> None:
-        # Before any rank can have this version, `newest_version` must return it.
-        self._publisher.announce(version)
-        self._request("order", version, *request)
-
-    def wait_for_servers(
-        self,
-        version: int,
-        deadline: Deadline,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Wait until all servers have made a version; the root only."""
-
-        def made() -> bool:
-            meanwhile()
-            return self._made() >= version
-
-        self._publisher.changed.wait(
-            made,
-            deadline,
-            lambda: self._publisher.under_way(version) or "its own agent",
-        )
-
-    def made(self) -> int:
-        """Return the step that all servers have made; on the root's node only."""
-        return step_of(self._made())
-
-    def _made(self) -> int:
-        return min(self._words.read_range(MADE, len(self._servers)))
-
-    def _request(self, kind: str, *request: Any) -> None:
+    def request(self, kind: str, *request: Any) -> None:
         """Send a request to the agent of this node."""
         self._agent.request(self._agent.node, self._service.number, kind, *request)
-
-    def end(self) -> None:
-        """End the loops of all servers, after the last order; the root only."""
-        self._request("end")
 
     # A server
 
@@ -277,15 +212,15 @@ class Orders:
                 self.assign(version)
             elif kind != END:
                 rate = number_of(detail)
-                self.rate = None if math.isnan(rate) else rate
                 yield Order(
                     step_of(version) - 1,
                     buffer if kind == UPDATE else None,
                     number_of(factor),
+                    None if math.isnan(rate) else rate,
                 )
             self._ended = kind == END
             self._number = number
-            self._words.write(DONE, number)
+            self.words.write(DONE, number)
             self._agent.wake()
             if kind not in (ANSWER, ASSIGN, END):
                 return
@@ -293,11 +228,11 @@ class Orders:
 
     def _next_order(self, deadline: Deadline) -> tuple[int, list[int]]:
         """Return the number of the next order, and its words from KIND on."""
-        read, last = self._words.read, self._number
-        self._publisher.changed.wait(
+        read, last = self.words.read, self._number
+        self.publisher.changed.wait(
             lambda: read(ORDER) > last, deadline, lambda: "an order"
         )
-        return read(ORDER), self._words.read_range(KIND, BUFFER + 1 - KIND)
+        return read(ORDER), self.words.read_range(KIND, BUFFER + 1 - KIND)
 
     def awaited(self, step: int) -> str:
         """Return what the update of a step lacks."""
@@ -315,6 +250,4 @@ class Orders:
             lambda: "servers to receive questions, and the host answers",
         )
         self._service.free(f"{self._what}: free")
-        if self.own is not None:
-            self.own.free()
-        self._words.free()
+        self.words.free()

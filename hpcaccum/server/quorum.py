@@ -31,7 +31,6 @@ class QuorumInbox:
     """
 
     adds = True
-    rate: float | None = None
 
     def __init__(
         self,

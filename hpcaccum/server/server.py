@@ -21,7 +21,7 @@ from hpcaccum.server.client import Client
 from hpcaccum.server.double_buffer import step_of, version_of
 from hpcaccum.server.loop import UpdateLoop
 from hpcaccum.server.order_loop import OrderLoop
-from hpcaccum.server.part import WholeCenter
+from hpcaccum.server.part import Center
 from hpcaccum.server.update_lock import UpdateLock
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class ParameterServer(Client):
                 np.copyto(array, center[name])
             center = shared.center
         threads = self._group.own_cores
-        whole = WholeCenter(self._wire, self._copier, publisher.copies, center, threads)
+        whole = Center(self._wire, self._copier, publisher.copies, center, threads)
         lock = self._update_lock
         return UpdateLoop(self._inbox, lock, what, whole, publisher, shared)
 
