@@ -156,7 +156,7 @@ def before_records(owner: Any, call: Callable[[], object]) -> Any:
 
 
 def _accumulator(owner: Any) -> Any:
-    return owner._server._inbox._accumulator if hasattr(owner, "_server") else owner
+    return owner._server._inbox if hasattr(owner, "_server") else owner
 
 
 def fail_to_admit(owner: Any, error: type[Exception]) -> Any:
@@ -186,8 +186,7 @@ def own_step(optimizer: Any) -> int:
 def admitted_step(optimizer: Any) -> int:
     """Return the step that the next gradient is compared with; may be ahead."""
     inbox = optimizer._server._inbox
-    quorum = getattr(inbox, "_accumulator", None)
-    return int(inbox.step if quorum is None else quorum.global_step)
+    return int(inbox.step if hasattr(inbox, "step") else inbox.global_step)
 
 
 def left(optimizer: Any) -> list[int]:
