@@ -21,7 +21,7 @@ import numpy as np
 from hpcaccum import deadline
 from hpcaccum.accumulator import batch, sparse
 from hpcaccum.mpi.talk import control
-from hpcaccum.nodes import Agent, transfer
+from hpcaccum.nodes import Agent, Service, transfer
 from hpcaccum.server import (
     node_update,
     parameter_agent,
@@ -355,8 +355,8 @@ def hold_agent(group: Group, node: int) -> Iterator[Callable[[], None]]:
     """Have the agent of a node do nothing; yield what ends that. Collective."""
     begun, go = threading.Event(), threading.Event()
 
-    class Held:
-        def handle(self, source: int) -> Iterator[bool]:
+    class Held(Service):
+        def handle(self, source: int, *request: Any) -> Iterator[bool]:
             begun.set()
             go.wait()
             yield True

@@ -11,7 +11,7 @@ Imports `mpi`, `summation`, `deadline`, `wake` and `errors` only.
 
 from __future__ import annotations
 
-from hpcaccum.nodes.agent import Agent, Service, Steps
+from hpcaccum.nodes.agent import Agent, Service, StepQueue, Steps
 from hpcaccum.nodes.calls import Call, Calls
 from hpcaccum.nodes.change import Change
 from hpcaccum.nodes.parts import LostNodeError, NodeParts, Place
@@ -34,6 +34,7 @@ __all__ = [
     "NodeParts",
     "Place",
     "Service",
+    "StepQueue",
     "Steps",
     "is_short",
     "one_range",

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hpcaccum.deadline import EAGER, Deadline
 from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError, plural
@@ -49,11 +49,67 @@ _REQUEST, _DATA = 1, 2
 _CHANNELS = 4
 
 
-class Service(Protocol):
-    """Handles the requests to one object; on leaders only."""
+class Service:
+    """Handles the requests to one object; a base class.
 
-    def handle(self, source: int, *request: Any) -> Steps:
-        """Return the steps that carry out a request of the rank ``source``."""
+    The methods below that send something may be called after `join`, by any rank; the
+    others by the thread of the agent only.
+    """
+
+    agent: Agent
+    number = -1
+
+    def join(self, agent: Agent) -> None:
+        """Have an agent run this service. Collective; requests may come at once."""
+        self.agent = agent
+        self.number = agent.add(self)
+
+    def tell(self, nodes: Iterable[int], *request: Any) -> None:
+        """Send a request to the agents of nodes."""
+        for node in nodes:
+            self.agent.request(node, self.number, *request)
+
+    def tag(self, channel: int = 0) -> int:
+        """Return the tag of a channel for data."""
+        return _DATA + _CHANNELS * self.number + channel
+
+    def handle(self, source: int, kind: Any, *request: Any) -> Steps:
+        """Return the steps that carry out a request of the rank ``source``.
+
+        Here, those that the method for its kind returns, which may be None.
+        """
+        steps: Steps | None = getattr(self, f"_do_{kind}")(*request)
+        return iter(()) if steps is None else steps
+
+    def _run_steps(self, steps: Steps) -> None:
+        """Have the agent run steps, beside others."""
+        self.agent.run(self.number, steps)
+
+    def queues(self) -> dict[int, StepQueue]:
+        """Return a queue of steps for each node."""
+        return {
+            node: StepQueue(self._run_steps) for node in range(len(self.agent.leaders))
+        }
+
+
+class StepQueue:
+    """Steps of an agent that it runs one after the other; ``run`` makes it run some."""
+
+    def __init__(self, run: Callable[[Steps], None]) -> None:
+        self._run, self._running = run, False
+        self._waiting: deque[Steps] = deque()
+
+    def add(self, steps: Steps) -> None:
+        """Run steps after those that were added before."""
+        self._waiting.append(steps)
+        if not self._running:
+            self._running = True
+            self._run(self._run_all())
+
+    def _run_all(self) -> Steps:
+        while self._waiting:
+            yield from self._waiting.popleft()
+        self._running = False
 
 
 class Agent:
@@ -126,6 +182,15 @@ class Agent:
     def is_gone(self, node: int) -> bool:
         """Whether the agent of a node is lost, and its node with it."""
         return self.leaders[node] in self._group.lost
+
+    def in_turn(self, nodes: Iterable[int]) -> list[int]:
+        """Return nodes in an order that begins after this one.
+
+        All nodes send at a time. If all began with the same node, its link would delay
+        them while others are idle.
+        """
+        count = len(self.leaders)
+        return sorted(nodes, key=lambda node: (node - self.node - 1) % count)
 
     def describe(self, nodes: Iterable[int]) -> str:
         """Return nodes as text: ``node h3 (leader rank 6)``; for messages."""
@@ -267,10 +332,6 @@ class Agent:
         finally:
             with self._looking:
                 self._facts.remove((fact, woken))
-
-    def tag(self, number: int, channel: int = 0) -> int:
-        """Return the tag of a channel for data of a service."""
-        return _DATA + _CHANNELS * number + channel
 
     def run(self, number: int, steps: Steps) -> None:
         """Run the steps of a service beside its others; in a handler only."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from hpcaccum.errors import LostRankError
 from hpcaccum.mpi import AtomicWords, NodeMemory, keep
-from hpcaccum.nodes.agent import Agent
+from hpcaccum.nodes.agent import Agent, Service
 from hpcaccum.nodes.change import Change
 from hpcaccum.nodes.transfer import (
     Incoming,
@@ -50,7 +50,7 @@ class LostNodeError(LostRankError):
     """Raised for a sum of vectors of which a node has some, and is lost."""
 
 
-class NodeParts:
+class NodeParts(Service):
     """One part of memory per rank, which the ranks of its node have mapped. Collective.
 
     All bytes are 0 at first. `AtomicWords` order the stores of a rank with the loads of
@@ -110,13 +110,13 @@ class NodeParts:
             # for, plus 1.
             self._done = AtomicWords(inside, 0, inside.size + 1)
             undo.callback(self._done.free)
-            self._agent = Agent.of(self._group)
+            agent = Agent.of(self._group)
             undo.pop_all()
-        self._changed = Change(made_here=self._agent.is_leader)
-        self._number = self._agent.add(self)
+        self._changed = Change(made_here=agent.is_leader)
         self._awaited = inside.size
         # Whether the agent writes a result, which a rank may have given up meanwhile.
         self._collecting = False
+        self.join(agent)
         self._group.allgather(None, f"{self._what}: memory of nodes")
 
     def is_here(self, rank: int) -> bool:
@@ -125,7 +125,7 @@ class NodeParts:
 
     def is_lost(self, rank: int) -> bool:
         """Whether the part of a rank lies on a node that is lost."""
-        return not self.mapped and self._agent.is_gone(self._group.node_of[rank])
+        return not self.mapped and self.agent.is_gone(self._group.node_of[rank])
 
     def view(self, place: Place, count: int, dtype: np.dtype[Any]) -> Array:
         """Return elements of a part of this node, or of a copy, as a view."""
@@ -179,15 +179,14 @@ class NodeParts:
             LostNodeError: If one of them is lost.
         """
         nodes = self.by_node(places)
-        if self._agent.is_leader and all(
+        if self.agent.is_leader and all(
             self._has(node, there, copied) for node, there in nodes.items()
         ):
             return self._sum_here(nodes.values(), count, dtype, divisor)
         self._sums += 1
         call = self._rank_inside, self._sums
-        order, agent = (list(places), count, dtype.str), self._agent
-        request = "collect", call, order, divisor, list(copied)
-        agent.request(agent.node, self._number, *request)
+        order = list(places), count, dtype.str
+        self.tell([self.agent.node], "collect", call, order, divisor, list(copied))
         try:
             self._changed.wait(
                 lambda: abs(self._done.read(call[0])) == call[1],
@@ -243,7 +242,7 @@ class NodeParts:
     def _missing(self) -> str:
         """Return whose sum the agent of this node waits for; its own if for none."""
         node = self._done.read(self._awaited) - 1
-        agent = self._agent
+        agent = self.agent
         return f"the sum of {agent.describe([agent.node if node < 0 else node])}"
 
     def by_node(self, places: Sequence[Place]) -> dict[int, list[Place]]:
@@ -255,16 +254,12 @@ class NodeParts:
 
     # The agent
 
-    def handle(self, source: int, kind: str, *request: Any) -> Steps:
-        """Return the steps that collect a sum, or send that of this node."""
-        if kind == "collect":
-            return self._collect(*request)
-        places, count, name = request
-        tag = self._agent.tag(self._number)
-        whole = [slice(0, count)]
-        return self.sending(source, tag, places, np.dtype(name), whole)
+    def _do_send(self, rank: int, places: list[Place], count: int, name: str) -> Steps:
+        """Send a sum of this node."""
+        dtype, whole = np.dtype(name), [slice(0, count)]
+        return self.sending(rank, self.tag(), places, dtype, whole)
 
-    def _collect(
+    def _do_collect(
         self,
         call: tuple[int, int],
         order: tuple[list[Place], int, str],
@@ -278,16 +273,15 @@ class NodeParts:
             return
         self._collecting, kept = True, set(copied)
         places, count, name = order
-        dtype, agent = np.dtype(name), self._agent
+        dtype, mine = np.dtype(name), self.agent.leaders[self.agent.node]
         for node, there in self.by_node(places).items():
             if not self._has(node, there, kept):
-                agent.request(node, self._number, "send", there, count, name)
+                self.tell([node], "send", mine, there, count, name)
         result = self._result[: count * dtype.itemsize].view(dtype)
-        tag = agent.tag(self._number)
         whole = [slice(0, count)]
         rank, number = call
         try:
-            yield from self.collecting(tag, places, whole, divisor, result, kept)
+            yield from self.collecting(self.tag(), places, whole, divisor, result, kept)
         except LostNodeError:
             number = -number
         self._collecting = False
@@ -296,7 +290,7 @@ class NodeParts:
 
     def _has(self, node: int, places: Sequence[Place], copied: Collection[int]) -> bool:
         """Whether this agent has all vectors of a node, or copies."""
-        return node == self._agent.node or all(p.rank in copied for p in places)
+        return node == self.agent.node or all(p.rank in copied for p in places)
 
     @traced("receive", wrap=steps)
     def collecting(
@@ -349,7 +343,7 @@ class NodeParts:
                 continue
             # MPI may still write to the memory of a message that never comes.
             keep(each)
-            while not (each.complete or self._agent.is_gone(node)):
+            while not (each.complete or self.agent.is_gone(node)):
                 if each.first() is None:
                     yield False
                 else:
@@ -365,7 +359,7 @@ class NodeParts:
                 # For messages only.
                 self._done.store_unordered(self._awaited, node + 1)
             while (part := each.first()) is None:
-                if self._agent.is_gone(node):
+                if self.agent.is_gone(node):
                     raise LostNodeError
                 yield False
             parts.append(part)
@@ -376,8 +370,8 @@ class NodeParts:
     ) -> Incoming:
         buffers = PieceBuffers(ranges, dtype)
         return Incoming(
-            self._agent.comm,
-            self._agent.leaders[node],
+            self.agent.comm,
+            self.agent.leaders[node],
             tag,
             pieces_of(ranges, dtype.itemsize),
             lambda piece: buffers.get(length(piece)),
@@ -409,12 +403,12 @@ class NodeParts:
             return part
 
         pieces = pieces_of(ranges, dtype.itemsize)
-        return send_pieces(self._agent.comm, rank, tag, pieces, piece)
+        return send_pieces(self.agent.comm, rank, tag, pieces, piece)
 
     def free(self) -> None:
         """Free the memory. Collective. Views stay valid."""
         if not self.mapped:
-            self._agent.remove(self._number, f"{self._what}: free")
+            self.agent.remove(self.number, f"{self._what}: free")
             self._done.free()
         self._parts, self._result = {}, np.empty(0, np.uint8)
         self._kept.clear()

@@ -13,9 +13,9 @@ travel at the same time.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hpcaccum.server.agent_line import AgentLine
+from hpcaccum.nodes import Service
 from hpcaccum.server.double_buffer import step_of, version_of
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ UPDATE, NO_UPDATE, ANSWER, END, ASSIGN = range(5)
 GRADIENTS, PARAMETERS, QUESTIONS, ANSWERS = range(4)
 
 
-class OrderAgent:
+class OrderAgent(Service):
     """The service of one node's agent for `Orders`. Collective.
 
     Args:
@@ -62,26 +62,17 @@ class OrderAgent:
         words: AtomicWords,
     ) -> None:
         assert publisher.agent is not None
-        line = self._line = AgentLine(agent)
+        self.agent = agent
         self._nodes, self._parts = publisher.nodes, parts
         self._memory, self._gradients, self._words = memory, gradients, words
         self._publisher, self._parameters = publisher, publisher.agent
         # To and from each node, so that gradients of two steps do not mix.
-        self._giving, self._collecting = line.queues(), line.queues()
+        self._giving, self._collecting = self.queues(), self.queues()
         # The number of the last order that the server of this node has got, and the
         # versions whose gradients it has.
         self._given = 0
         self._collected: set[int] = set()
-        self.number = line.number = agent.add(self)
-
-    def tag(self, channel: int) -> int:
-        """Return the tag of a channel."""
-        return self._line.tag(channel)
-
-    def handle(self, source: int, kind: str, *request: Any) -> Steps:
-        """Begin to carry out a request."""
-        getattr(self, f"_do_{kind}")(*request)
-        return iter(())
+        self.join(agent)
 
     def _write(self, word: int, value: int) -> None:
         """Set a word that a rank of this node waits for."""
@@ -107,7 +98,7 @@ class OrderAgent:
         # Nodes that have given gradients need not ask.
         ready = self._parameters.promise(version, givers if awaited else ())
         order = version, places, divisor, numbers, ready
-        self._line.tell({*givers, *ready, *self._nodes}, "step", *order)
+        self.tell({*givers, *ready, *self._nodes}, "step", *order)
 
     def _do_made(self, server: int, version: int) -> None:
         """Note that a server has made a version."""
@@ -116,11 +107,11 @@ class OrderAgent:
 
     def _do_ask(self, question: int) -> None:
         """Have all servers answer a question, by its number."""
-        self._line.tell(self._nodes, "obey", ANSWER, question)
+        self.tell(self._nodes, "obey", ANSWER, question)
 
     def _do_end(self) -> None:
         """End the loops of all servers."""
-        self._line.tell(self._nodes, "obey", END)
+        self.tell(self._nodes, "obey", END)
 
     # On a node with gradients, or a server
 
@@ -134,7 +125,7 @@ class OrderAgent:
     ) -> None:
         """Give gradients, and make the version if this node has a server."""
         by_node = self._gradients.by_node(places)
-        if here := by_node.get(self._line.node):
+        if here := by_node.get(self.agent.node):
             self._give(here)
         if self._memory is not None:
             if places:
@@ -143,16 +134,16 @@ class OrderAgent:
                 self._collecting[next(iter(by_node))].add(collect)
             steps = self._make(version, bool(places), numbers, ready)
             self._parameters.turns.add(steps)
-        if self._line.node in ready:
+        if self.agent.node in ready:
             self._parameters.expect(version)
 
     def _give(self, places: list[Place]) -> None:
         """Send each server its part of the sum of this node."""
         ranges = {n: p.ranges for n, p in zip(self._nodes, self._parts, strict=True)}
-        for node in self._line.in_turn(self._nodes):
-            if node != self._line.node:
+        for node in self.agent.in_turn(self._nodes):
+            if node != self.agent.node:
                 steps = self._gradients.sending(
-                    self._line.leaders[node],
+                    self.agent.leaders[node],
                     self.tag(GRADIENTS),
                     places,
                     self._publisher.copies.dtype,
@@ -191,7 +182,7 @@ class OrderAgent:
             kind = ASSIGN
         yield from self._obey(kind, *numbers, version, self._buffer(version))
         yield from self._parameters.sending(version, nodes)
-        self._line.tell(self._nodes[:1], "made", self._publisher.number, version)
+        self.tell(self._nodes[:1], "made", self._publisher.number, version)
 
     def _do_obey(self, kind: int, detail: int = 0) -> None:
         """Give the server an order of another kind, after all earlier ones."""
@@ -210,5 +201,5 @@ class OrderAgent:
 
     def free(self, what: str) -> None:
         """End the service. Collective."""
-        self._line.remove(what)
+        self.agent.remove(self.number, what)
         self._memory = None

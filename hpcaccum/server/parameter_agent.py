@@ -9,12 +9,19 @@ so that all parts that a node gets are of one version.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpcaccum.nodes import Incoming, is_short, one_range, pieces_of, send_pieces
-from hpcaccum.server.agent_line import AgentLine
+from hpcaccum.nodes import (
+    Incoming,
+    Service,
+    StepQueue,
+    is_short,
+    one_range,
+    pieces_of,
+    send_pieces,
+)
 from hpcaccum.server.parameter_copies import NOTHING, copying
 from hpcaccum.spans import steps, traced
 
@@ -49,7 +56,7 @@ class _Snapshot:
     users: int = 0
 
 
-class ParameterAgent:
+class ParameterAgent(Service):
     """The service of one node's agent for a `Publisher`. Collective.
 
     Args:
@@ -75,7 +82,7 @@ class ParameterAgent:
         own: DoubleBuffer | None,
         complete: Callable[[int], None],
     ) -> None:
-        self._line = AgentLine(agent)
+        self.agent = agent
         self._nodes, self._parts, self._copier = nodes, parts, copier
         self._copies, self._own, self._complete = copies, own, complete
         # On the root's node: the newest version; what each node has asked for last, and
@@ -85,8 +92,7 @@ class ParameterAgent:
         self._promised: dict[int, int] = {}
         # On a server's node: of each node, what is on its way, the last version sent,
         # and its place.
-        self.turns = self._line.queue()
-        self._sending = self._line.queues()
+        self.turns, self._sending = StepQueue(self._run_steps), self.queues()
         self._snapshots: list[_Snapshot] = []
         self._drafting = False
         self._sent: dict[int, int] = {}
@@ -97,16 +103,7 @@ class ParameterAgent:
         self._asked: int | None = None
         self._receiving: int | None = None
         self._lacks: set[int] = set()
-        self._line.number = agent.add(self)
-
-    def request(self, nodes: Sequence[int], *request: Any) -> None:
-        """Send a request to the agents of nodes; any rank."""
-        self._line.tell(nodes, *request)
-
-    def handle(self, source: int, kind: str, *request: Any) -> Steps:
-        """Return the steps that carry out a request."""
-        steps: Steps | None = getattr(self, f"_do_{kind}")(*request)
-        return iter(()) if steps is None else steps
+        self.join(agent)
 
     # For the ranks of this node
 
@@ -121,7 +118,7 @@ class ParameterAgent:
         least = min(self._waiting, default=None)
         if least is not None and (self._asked is None or least < self._asked):
             self._asked = least
-            self._line.tell(self._nodes[:1], "want", self._line.node, least)
+            self.tell(self._nodes[:1], "want", self.agent.node, least)
 
     def expect(self, version: int) -> None:
         """Receive a version that several servers send to this node, after earlier ones.
@@ -129,9 +126,9 @@ class ParameterAgent:
         They do not announce it.
         """
         for server, part in enumerate(self._parts):
-            if self._nodes[server] != self._line.node:
+            if self._nodes[server] != self.agent.node:
                 nbytes = (part.stop - part.start) * self._copies.dtype.itemsize
-                self._line.run(self._do_take(server, version, nbytes, None))
+                self._run_steps(self._do_take(server, version, nbytes, None))
 
     _do_expect = expect
 
@@ -160,9 +157,9 @@ class ParameterAgent:
 
     @traced("receive", wrap=steps)
     def _receive(self, server: int, message: Array) -> Steps:
-        rank, tag = self._line.leaders[self._nodes[server]], self._line.tag()
+        rank, tag = self.agent.leaders[self._nodes[server]], self.tag()
         pieces = pieces_of([slice(0, message.size)], 1)
-        incoming = Incoming(self._line.comm, rank, tag, pieces, one_range(message))
+        incoming = Incoming(self.agent.comm, rank, tag, pieces, one_range(message))
         while not incoming.complete:
             if incoming.first() is None:
                 yield False
@@ -213,9 +210,9 @@ class ParameterAgent:
 
     def send_promised(self, nodes: list[int]) -> None:
         """Have the servers send the newest version to nodes."""
-        self._line.tell(self._nodes, "send", self._newest, nodes)
+        self.tell(self._nodes, "send", self._newest, nodes)
         if len(self._parts) > 1:
-            self._line.tell(nodes, "expect", self._newest)
+            self.tell(nodes, "expect", self._newest)
 
     def _do_published(self, version: int, nodes: list[int], pushed: bool) -> None:
         """Send a version of a single server to nodes; not again if the root has."""
@@ -249,7 +246,7 @@ class ParameterAgent:
     def _begin_to_send(
         self, version: int, nodes: list[int], snapshot: _Snapshot | None = None
     ) -> None:
-        for node in self._line.in_turn(nodes):
+        for node in self.agent.in_turn(nodes):
             self._sending[node].add(self._send_to(node, version, snapshot))
 
     def _send_to(self, node: int, version: int, snapshot: _Snapshot | None) -> Steps:
@@ -260,16 +257,16 @@ class ParameterAgent:
             snapshot = yield from self._snapshot(self._places.get(node, NOTHING))
             snapshot.users += 1
         self._sent[node], self._places[node] = snapshot.version, snapshot.place
-        server = self._nodes.index(self._line.node)
+        server = self._nodes.index(self.agent.node)
         message, nbytes = snapshot.message, snapshot.message.size
-        if node == self._line.node:
+        if node == self.agent.node:
             yield from self._do_take(server, snapshot.version, nbytes, message)
         elif len(self._parts) > 1:
             yield from self._send(node, message)
         else:
             contents = message.tobytes() if is_short(nbytes) else None
             take = "take", server, snapshot.version, nbytes, contents
-            self._line.tell([node], *take)
+            self.tell([node], *take)
             if contents is None:
                 yield from self._send(node, message)
         snapshot.users -= 1
@@ -277,8 +274,8 @@ class ParameterAgent:
     @traced("send", lambda args, _: {"to": args[0]._line.leaders[args[1]]}, steps)
     def _send(self, node: int, message: Array) -> Steps:
         pieces = pieces_of([slice(0, message.size)], 1)
-        rank, tag = self._line.leaders[node], self._line.tag()
-        return send_pieces(self._line.comm, rank, tag, pieces, one_range(message))
+        rank, tag = self.agent.leaders[node], self.tag()
+        return send_pieces(self.agent.comm, rank, tag, pieces, one_range(message))
 
     def _snapshot(self, since: int) -> Generator[bool, None, _Snapshot]:
         """Return a message with the newest version.
@@ -315,5 +312,5 @@ class ParameterAgent:
 
     def free(self, what: str) -> None:
         """End the service, when all that was asked for is sent. Collective."""
-        self._line.remove(what)
+        self.agent.remove(self.number, what)
         self._snapshots.clear()

@@ -169,7 +169,7 @@ class Publisher:
             comes: Whether the root knows that this node waits for it.
         """
         if self.agent is not None and not (comes or self._is_here):
-            self.agent.request([self._agent.node], "fetch", version)
+            self.agent.tell([self._agent.node], "fetch", version)
         self.changed.wait(
             self.copies.has(version),
             deadline,
@@ -230,7 +230,7 @@ class Publisher:
         nodes = {self._node_of[rank] for rank in awaited_by} - set(self.nodes)
         pushed = self._push(version, nodes)
         self.complete_here(version)
-        self.agent.request(self.nodes, "published", version, nodes, pushed)
+        self.agent.tell(self.nodes, "published", version, nodes, pushed)
 
     def _push(self, version: int, nodes: set[int]) -> bool:
         """Send a version to nodes, if it is short; return whether it is.
@@ -243,7 +243,7 @@ class Publisher:
             return False
         for node in nodes:
             take = "take", 0, version, flat.nbytes, flat.tobytes()
-            self.agent.request([node], *take)
+            self.agent.tell([node], *take)
         return True
 
     def announce(self, version: int) -> None:
