@@ -314,7 +314,9 @@ def note_rows(numbers: list[Any]) -> Any:
 def note_row_messages(sizes: list[int]) -> Any:
     """Return a patch: the bytes of each message with rows that this rank sends."""
     return _after(
-        parameter_copies.RowDraft, "message", lambda made, _: sizes.append(made.size)
+        parameter_copies.RowMessage,
+        "complete",
+        lambda _, made, *which: sizes.append(made.data.size),
     )
 
 

@@ -223,21 +223,26 @@ class NodeParts(Service):
         divisor: float,
     ) -> Array:
         """Do as the agent, by the thread that needs the sum."""
-        sums: list[Array] = []
-        factors: list[float] = []
-        out = np.empty(count, dtype)
+        whole, out = [slice(0, count)], np.empty(count, dtype)
+        sums = [self._sum_of(places, whole, np.empty_like(out)) for places in nodes]
         with np.errstate(all="ignore"):
-            for places in nodes:
-                vectors = [self.view(place, count, dtype) for place in places]
-                weights = [place.factor for place in places]
-                if len(vectors) > 1:
-                    total = np.empty(count, dtype)
-                    add_in_order(vectors, total, factors=weights)
-                    vectors, weights = [total], [1.0]
-                sums += vectors
-                factors += weights
-            add_in_order(sums, out, divisor, factors=factors)
+            add_in_order(sums, out, divisor)
         return out
+
+    def _sum_of(self, places: Sequence[Place], piece: Piece, total: Array) -> Array:
+        """Return a piece of the sum of vectors of this node, maybe as a view of one."""
+        vectors = [self.view(place, piece[-1].stop, total.dtype) for place in places]
+        factors = [place.factor for place in places]
+        if len(vectors) == len(piece) == 1 and factors == [1]:
+            return vectors[0][piece[0]]
+        begin = 0
+        for each in piece:
+            parts = [vector[each] for vector in vectors]
+            end = begin + parts[0].size
+            with np.errstate(all="ignore"):
+                add_in_order(parts, total[begin:end], factors=factors)
+            begin = end
+        return total
 
     def _missing(self) -> str:
         """Return whose sum the agent of this node waits for; its own if for none."""
@@ -424,9 +429,7 @@ class _Here:
         ranges: Sequence[slice],
         dtype: np.dtype[Any],
     ) -> None:
-        end = max((each.stop for each in ranges), default=0)
-        self._vectors = [parts.view(place, end, dtype) for place in places]
-        self._factors = [place.factor for place in places]
+        self._parts, self._places = parts, places
         self._pieces = pieces_of(ranges, dtype.itemsize)
         self._buffers = PieceBuffers(ranges, dtype)
         self._first: Array | None = None
@@ -434,20 +437,10 @@ class _Here:
     def first(self) -> Array:
         """Return the first piece that was not taken."""
         if self._first is None:
-            self._first = self._sum(next(self._pieces))
+            piece = next(self._pieces)
+            total = self._buffers.get(length(piece))
+            self._first = self._parts._sum_of(self._places, piece, total)
         return self._first
-
-    def _sum(self, piece: Piece) -> Array:
-        if len(self._vectors) == len(piece) == 1 and self._factors == [1]:
-            return self._vectors[0][piece[0]]
-        total, position = self._buffers.get(length(piece)), 0
-        for each in piece:
-            end = position + each.stop - each.start
-            vectors = [vector[each] for vector in self._vectors]
-            with np.errstate(all="ignore"):
-                add_in_order(vectors, total[position:end], factors=self._factors)
-            position = end
-        return total
 
     def take(self) -> None:
         """Take the first piece."""

@@ -8,7 +8,6 @@ so that all parts that a node gets are of one version.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,29 +30,10 @@ if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
     from hpcaccum.nodes import Agent, Steps
     from hpcaccum.server.double_buffer import DoubleBuffer
-    from hpcaccum.server.parameter_copies import Copier
+    from hpcaccum.server.parameter_copies import Copier, Message
 
 # No version: of a node that has none.
 _NONE = -1
-
-
-@dataclass(eq=False)
-class _Snapshot:
-    """A message that agents send, while the server goes on.
-
-    Attributes:
-        message: Bytes.
-        version: Of the parameters.
-        since: See `Copier.draft`.
-        place: See `Draft`.
-        users: How many nodes it is being sent to.
-    """
-
-    message: Array
-    version: int
-    since: int = NOTHING
-    place: int = NOTHING
-    users: int = 0
 
 
 class ParameterAgent(Service):
@@ -93,8 +73,8 @@ class ParameterAgent(Service):
         # On a server's node: of each node, what is on its way, the last version sent,
         # and its place.
         self.turns, self._sending = StepQueue(self._run_steps), self.queues()
-        self._snapshots: list[_Snapshot] = []
-        self._drafting = False
+        self._messages: list[Message] = []
+        self._reading = False
         self._sent: dict[int, int] = {}
         self._places: dict[int, int] = {}
         # The versions for which ranks of this node wait, and the one that it has asked
@@ -239,37 +219,36 @@ class ParameterAgent(Service):
         while not published():
             yield False
         if nodes:
-            snapshot = yield from self._snapshot(NOTHING)
-            snapshot.users += len(nodes)
-            self._begin_to_send(version, nodes, snapshot)
+            message = yield from self._message(NOTHING)
+            message.users += len(nodes)
+            self._begin_to_send(version, nodes, message)
 
     def _begin_to_send(
-        self, version: int, nodes: list[int], snapshot: _Snapshot | None = None
+        self, version: int, nodes: list[int], message: Message | None = None
     ) -> None:
         for node in self.agent.in_turn(nodes):
-            self._sending[node].add(self._send_to(node, version, snapshot))
+            self._sending[node].add(self._send_to(node, version, message))
 
-    def _send_to(self, node: int, version: int, snapshot: _Snapshot | None) -> Steps:
-        """Send a snapshot to a node; by default, the newest version."""
-        if snapshot is None:
+    def _send_to(self, node: int, version: int, message: Message | None) -> Steps:
+        """Send a message to a node; by default, the newest version."""
+        if message is None:
             if self._sent.get(node, _NONE) >= version:
                 return
-            snapshot = yield from self._snapshot(self._places.get(node, NOTHING))
-            snapshot.users += 1
-        self._sent[node], self._places[node] = snapshot.version, snapshot.place
+            message = yield from self._message(self._places.get(node, NOTHING))
+            message.users += 1
+        self._sent[node], self._places[node] = message.version, message.place
         server = self._nodes.index(self.agent.node)
-        message, nbytes = snapshot.message, snapshot.message.size
+        data, take = message.data, (server, message.version, message.data.size)
         if node == self.agent.node:
-            yield from self._do_take(server, snapshot.version, nbytes, message)
+            yield from self._do_take(*take, data)
         elif len(self._parts) > 1:
-            yield from self._send(node, message)
+            yield from self._send(node, data)
         else:
-            contents = message.tobytes() if is_short(nbytes) else None
-            take = "take", server, snapshot.version, nbytes, contents
-            self.tell([node], *take)
+            contents = data.tobytes() if is_short(data.size) else None
+            self.tell([node], "take", *take, contents)
             if contents is None:
-                yield from self._send(node, message)
-        snapshot.users -= 1
+                yield from self._send(node, data)
+        message.users -= 1
 
     @traced("send", lambda args, _: {"to": args[0]._line.leaders[args[1]]}, steps)
     def _send(self, node: int, message: Array) -> Steps:
@@ -277,40 +256,40 @@ class ParameterAgent(Service):
         rank, tag = self.agent.leaders[node], self.tag()
         return send_pieces(self.agent.comm, rank, tag, pieces, one_range(message))
 
-    def _snapshot(self, since: int) -> Generator[bool, None, _Snapshot]:
+    def _message(self, since: int) -> Generator[bool, None, Message]:
         """Return a message with the newest version.
 
         A node that is slow must delay neither updates nor other nodes.
         """
         assert self._own is not None
-        while self._drafting:
+        while self._reading:
             # It may be the same one.
             yield False
         version, copy = self._own.newest()
-        for found in self._snapshots:
+        for found in self._messages:
             if (found.version, found.since) == (version, since):
                 return found
-        self._drafting = True
-        draft = self._copier.draft(since, self._spare())
-        yield from draft.reading(self._own.copy(copy))
+        self._reading = True
+        message = self._copier.message(since, self._spare())
+        yield from message.reading(self._own.copy(copy))
         while not self._own.has_kept(version, copy):
             yield False
             version, copy = self._own.newest()
-            yield from draft.reading(self._own.copy(copy))
-        self._drafting = False
-        made = _Snapshot(draft.message(), version, since, draft.place)
-        self._snapshots.append(made)
-        return made
+            yield from message.reading(self._own.copy(copy))
+        self._reading = False
+        message.complete(version)
+        self._messages.append(message)
+        return message
 
     def _spare(self) -> Array | None:
         """Return the memory of a message that nobody uses, if there is one."""
-        for each in self._snapshots:
+        for each in self._messages:
             if not each.users:
-                self._snapshots.remove(each)
-                return each.message
+                self._messages.remove(each)
+                return each.data
         return None
 
     def free(self, what: str) -> None:
         """End the service, when all that was asked for is sent. Collective."""
         self.agent.remove(self.number, what)
-        self._snapshots.clear()
+        self._messages.clear()
