@@ -17,7 +17,7 @@ from hpcaccum.accumulator import Batch, Receipt
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import Pinned
 from hpcaccum.nodes import Calls, NodeParts, Place
-from hpcaccum.server.update_queue import COPIED, NOBODY, UpdateQueue
+from hpcaccum.server.update_queue import COPIED, NOBODY, Found, UpdateQueue
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
@@ -85,10 +85,9 @@ class BoundedStalenessInbox:
         # A view of mapped memory: a rank may use its buffer after `free`.
         self._buffer = self._view(group.rank)
         self._pinned: Pinned | None = None
-        # On the root, by step: whose gradient it is, and its factor, if these are known
-        # and it is not applied. Once its rank has the parameters, another one may get
-        # its place.
-        self._found: dict[int, tuple[int, float]] = {}
+        # On the root, by step: gradients that are not applied. Once the rank of one has
+        # the parameters, another one may get its place.
+        self._found: dict[int, Found] = {}
         # The step that the update of this rank's last gradient makes.
         self._submitted = 0
         # A call of an agent that has not answered.
@@ -233,10 +232,10 @@ class BoundedStalenessInbox:
         self._found.pop(step, None)
 
     @traced("take", lambda args, _: {"step": args[1]})
-    def _wait_for(self, step: int, deadline: Deadline) -> int:
-        """Wait for the gradient admitted at a step; return what `_find` does."""
+    def _wait_for(self, step: int, deadline: Deadline) -> Found:
+        """Wait for the gradient admitted at a step."""
 
-        def find() -> int | None:
+        def find() -> Found | None:
             return self._find(step)
 
         def missing() -> str:
@@ -249,35 +248,34 @@ class BoundedStalenessInbox:
 
     def following(self, step: int) -> Batch | None:
         """Return the gradient admitted at ``step``; None if it has not arrived."""
-        whose = self._look(step)
-        return None if whose is None else self._batch(whose, step)
+        found = self._look(step)
+        return None if found is None else self._batch(found, step)
 
-    def _batch(self, whose: int, step: int) -> Batch:
+    def _batch(self, found: Found, step: int) -> Batch:
+        whose, factor = found
         rank = whose & NOBODY
         copied = [rank] if whose & COPIED else []
         is_lost = rank == NOBODY or (not copied and self.parts.is_lost(rank))
         places = [] if is_lost else [Place(rank, 0)]
-        _, factor = self._found.get(step, (whose, 1.0))
         return Batch(self.parts, places, self._dtype, 1, step, copied, factor)
 
-    def _look(self, step: int) -> int | None:
-        """Return whose gradient it is, also when another one has the place."""
+    def _look(self, step: int) -> Found | None:
+        """Return what was admitted, also when another one has the place."""
         if step not in self._found:
-            if (whose := self._queue.whose(step)) is None:
+            if (found := self._queue.find(step)) is None:
                 return None
-            self._found[step] = whose, self._queue.factor(step)
-        return self._found[step][0]
+            self._found[step] = found
+        return self._found[step]
 
-    def _find(self, step: int) -> int | None:
-        """Return whose gradient was admitted at a step; None: none yet."""
-        whose = self._look(step)
-        if whose is None and self._queue.is_lost(step):
+    def _find(self, step: int) -> Found | None:
+        """Return what was admitted at a step; None: nothing yet."""
+        found = self._look(step)
+        if found is None and self._queue.is_lost(step):
             # It may have come since, which is final then.
-            whose = self._look(step)
-            return NOBODY if whose is None else whose
-        if whose is None:
+            return self._look(step) or (NOBODY, 1.0)
+        if found is None:
             self._queue.check_comes(step)
-        return whose
+        return found
 
     def awaited(self, step: int) -> str | None:
         """Return which ranks a step waits for; None if its gradient has arrived."""

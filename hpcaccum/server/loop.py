@@ -149,7 +149,6 @@ class UpdateLoop(Loop):
     Attributes:
         update: Changes the center. Gets gradients by name, arrays or `IndexedSlices`;
             and a learning rate, or None for the optimizer's own.
-        center, slots: See `ParameterServer`.
     """
 
     update: Update
@@ -168,8 +167,6 @@ class UpdateLoop(Loop):
         self._kept: Mapping[str, Array] = {}
         # By variable: memory for a gradient times its factor.
         self._room: dict[str, Array] = {}
-        self.center = part.arrays
-        self.slots = None if node_update is None else node_update.slots
 
     def set_step(self, step: int) -> None:
         """Publish the center as that of a step, before any rank pushes or pulls."""
@@ -230,7 +227,3 @@ class UpdateLoop(Loop):
         self._part.assign(self._kept)
         self._kept = {}
         self._publish(version)
-
-    def release(self) -> None:
-        """Use no shared memory any more, so that it can be freed."""
-        self.center, self.slots, self._part.arrays = {}, None, {}

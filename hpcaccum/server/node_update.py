@@ -106,10 +106,8 @@ class _Update(NamedTuple):
     """One update, as all ranks see it."""
 
     copy: Array
+    batch: Batch
     gradients: Sequence[Array]
-    factors: Sequence[float]
-    divisor: float
-    factor: float
     numbers: Sequence[float]
 
 
@@ -210,7 +208,8 @@ class NodeUpdate:
         self._rule.count()
         if self._pieces == 1:
             # Too short to share.
-            self._work_on(self._chunks(0), self._update(batch, copy, numbers))
+            gradients = batch.views(self._layout.size)
+            self._work_on(self._chunks(0), _Update(copy, batch, gradients, numbers))
             return True
         self._announce(batch, numbers)
         self._start(self._threads - 1)
@@ -276,12 +275,8 @@ class NodeUpdate:
         places = [*map(Place, ends[::2], ends[1::2], factors)]
         dtype = self._layout.dtype
         batch = Batch(self._parts, places, dtype, divisor, factor=factor)
-        return self._update(batch, self._copies.copy(copy), numbers)
-
-    def _update(self, batch: Batch, copy: Array, numbers: Sequence[float]) -> _Update:
         gradients = batch.views(self._layout.size)
-        factors, divisor = batch.factors, batch.divisor
-        return _Update(copy, gradients, factors, divisor, batch.factor, numbers)
+        return _Update(self._copies.copy(copy), batch, gradients, numbers)
 
     def help(self) -> None:
         """Work on the pieces of an update, if any are left."""
@@ -350,14 +345,14 @@ class NodeUpdate:
     def _work_on_chunk(
         self, chunk: slice, update: _Update, mean: Array, scratch: Array
     ) -> None:
-        value = self._center[chunk]
+        value, batch = self._center[chunk], update.batch
         gradients = [gradient[chunk] for gradient in update.gradients]
-        if len(gradients) == 1 and update.divisor == update.factor == 1:
+        if len(gradients) == 1 and batch.divisor == batch.factor == 1:
             mean = gradients[0]
         else:
-            add_at_once(gradients, mean, update.divisor, update.factors, scratch)
-        if update.factor != 1:
-            np.multiply(mean, update.factor, mean)
+            add_at_once(gradients, mean, batch.divisor, batch.factors, scratch)
+        if batch.factor != 1:
+            np.multiply(mean, batch.factor, mean)
         slots = [slot[chunk] for slot in self._slots]
         self._rule.update(value, mean, slots, scratch, update.numbers)
         update.copy[chunk] = value

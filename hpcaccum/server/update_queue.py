@@ -28,6 +28,8 @@ _HEAD = _FIXED.count
 # NOBODY stands for the rank of a gradient that is lost.
 NOBODY = (1 << 20) - 1
 COPIED, _WHOSE_BITS = NOBODY + 1, 21
+# Whose gradient it is, and its factor.
+Found = tuple[int, float]
 # The intents of two ranks are on different cache lines.
 _APART = 8
 
@@ -110,16 +112,16 @@ class UpdateQueue:
         if self._max_lag == math.inf:
             self._set_intent(rank, 1 + step)
             step = self.words.fetch_add(_STEP, 1)
-            return self.receipt(True, local_step, step)
+            return self._receipt(True, local_step, step)
         while admits(step, local_step, self._max_lag):
             self._set_intent(rank, 1 + step)
             found = self.words.compare_and_swap(_STEP, step, step + 1)
             if found == step:
-                return self.receipt(True, local_step, step)
+                return self._receipt(True, local_step, step)
             step = found
-        return self.receipt(False, local_step, step)
+        return self._receipt(False, local_step, step)
 
-    def receipt(self, accepted: bool, local_step: int, step: int) -> Receipt:
+    def _receipt(self, accepted: bool, local_step: int, step: int) -> Receipt:
         """Return the receipt of a gradient that arrived at a step."""
         receipt = Receipt(accepted, local_step, step)
         if accepted and self._factors is not None:
@@ -147,17 +149,15 @@ class UpdateQueue:
 
     # The root
 
-    def whose(self, step: int) -> int | None:
-        """Return whose gradient was put in the place for a step; None: none yet."""
+    def find(self, step: int) -> Found | None:
+        """Return what was put in the place for a step; None: nothing yet."""
         word = self.words.read(self._place(step))
-        whose = word & ((1 << _WHOSE_BITS) - 1)
-        return whose if word >> _WHOSE_BITS == step + 1 else None
-
-    def factor(self, step: int) -> float:
-        """Return the factor of a gradient that `whose` has found."""
-        if self._factors is None:
-            return 1.0
-        return number_of(self.words.read(self._scales + step % self._size))
+        if word >> _WHOSE_BITS != step + 1:
+            return None
+        factor = 1.0
+        if self._factors is not None:
+            factor = number_of(self.words.read(self._scales + step % self._size))
+        return word & ((1 << _WHOSE_BITS) - 1), factor
 
     def is_lost(self, step: int) -> bool:
         """Whether the gradient of a step was admitted and cannot come any more.
@@ -179,7 +179,7 @@ class UpdateQueue:
             raise EverybodyLeftError(f"all {self.membership.workers} ranks have left")
 
     def may_find(self, step: int) -> Callable[[], bool]:
-        """Return what finds out whether `whose` would return a gradient, or none comes.
+        """Return what finds out whether `find` would return a gradient, or none comes.
 
         On the root's node it reads memory only.
         """
