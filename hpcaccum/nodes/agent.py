@@ -319,11 +319,14 @@ class Agent:
         deadline: Deadline,
         missing: Callable[[], str],
     ) -> None:
-        """Wait until something is true; on leaders only.
+        """Wait until something is true.
 
-        The thread of the agent looks. If this one polled, both would take the
-        interpreter from each other.
+        On leaders the thread of the agent looks: if this one polled, both would take
+        the interpreter from each other.
         """
+        if not self.is_leader:
+            deadline.wait(lambda: fact() or None, missing)
+            return
         woken = Wake()
         with self._looking:
             self._facts.append((fact, woken))

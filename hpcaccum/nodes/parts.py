@@ -10,7 +10,6 @@ import numpy as np
 from hpcaccum.errors import LostRankError
 from hpcaccum.mpi import AtomicWords, NodeMemory, keep
 from hpcaccum.nodes.agent import Agent, Service
-from hpcaccum.nodes.change import Change
 from hpcaccum.nodes.transfer import (
     Incoming,
     PieceBuffers,
@@ -112,7 +111,6 @@ class NodeParts(Service):
             undo.callback(self._done.free)
             agent = Agent.of(self._group)
             undo.pop_all()
-        self._changed = Change(made_here=agent.is_leader)
         self._awaited = inside.size
         # Whether the agent writes a result, which a rank may have given up meanwhile.
         self._collecting = False
@@ -188,7 +186,7 @@ class NodeParts(Service):
         order = list(places), count, dtype.str
         self.tell([self.agent.node], "collect", call, order, divisor, list(copied))
         try:
-            self._changed.wait(
+            self.agent.wait(
                 lambda: abs(self._done.read(call[0])) == call[1],
                 deadline,
                 self._missing,
@@ -291,7 +289,6 @@ class NodeParts(Service):
             number = -number
         self._collecting = False
         self._done.write(rank, number)
-        self._changed.announce()
 
     def _has(self, node: int, places: Sequence[Place], copied: Collection[int]) -> bool:
         """Whether this agent has all vectors of a node, or copies."""

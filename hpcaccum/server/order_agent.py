@@ -105,13 +105,9 @@ class OrderAgent(Service):
         self._publisher.note_made(server, version)
         self._write(MADE + server, version)
 
-    def _do_ask(self, question: int) -> None:
-        """Have all servers answer a question, by its number."""
-        self.tell(self._nodes, "obey", ANSWER, question)
-
-    def _do_end(self) -> None:
-        """End the loops of all servers."""
-        self.tell(self._nodes, "obey", END)
+    def _do_all_obey(self, *order: int) -> None:
+        """Give all servers an order of another kind, after all earlier ones."""
+        self.tell(self._nodes, "obey", *order)
 
     # On a node with gradients, or a server
 
@@ -185,7 +181,7 @@ class OrderAgent(Service):
         self.tell(self._nodes[:1], "made", self._publisher.number, version)
 
     def _do_obey(self, kind: int, detail: int = 0) -> None:
-        """Give the server an order of another kind, after all earlier ones."""
+        """Give the server of this node such an order."""
         self._parameters.turns.add(self._obey(kind, detail, 0, 0, 0))
 
     def _obey(self, kind: int, *details: int) -> Iterator[bool]:

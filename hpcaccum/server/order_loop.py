@@ -9,7 +9,7 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.mpi import bits
 from hpcaccum.server.double_buffer import step_of, version_of
 from hpcaccum.server.loop import Loop
-from hpcaccum.server.order_agent import MADE
+from hpcaccum.server.order_agent import END, MADE
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class OrderLoop(Loop):
         with self._lock.updating():
             if self._last_answers is None:
                 answers = self._orders.questions.ask(None, deadline)
-                self._orders.request("end")
+                self._orders.request("all_obey", END)
                 self._last_answers = answers
 
     def end(self, deadline: Deadline) -> None:

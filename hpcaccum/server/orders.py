@@ -105,7 +105,7 @@ class Orders:
             self._agent, parts, memory, gradients, publisher, self.words
         )
         tags = self._service.tag(QUESTIONS), self._service.tag(ANSWERS)
-        ask = functools.partial(self.request, "ask")
+        ask = functools.partial(self.request, "all_obey", ANSWER)
         self.questions = Questions(self._agent.comm, servers, tags, ask)
         self.own: OwnPart | None = None
         first = self._scatter(wire, initial)
@@ -192,7 +192,7 @@ class Orders:
 
     def request(self, kind: str, *request: Any) -> None:
         """Send a request to the agent of this node."""
-        self._agent.request(self._agent.node, self._service.number, kind, *request)
+        self._service.tell([self._agent.node], kind, *request)
 
     # A server
 
