@@ -49,18 +49,7 @@ def writer_inside(group: Group, root: int) -> tuple[Group, int]:
 
 
 class DoubleBuffer:
-    """A flat vector on the root, with a step that increases. Collective.
-
-    Args:
-        group: Ranks of one node.
-        root: The rank that publishes.
-        size: Elements of the vector.
-        dtype: Of the vector.
-
-    Attributes:
-        size: Elements of the vector.
-        dtype: Of the vector.
-    """
+    """A vector on the root of a node, with a step that increases. Collective."""
 
     def __init__(self, group: Group, root: int, size: int, dtype: Any) -> None:
         self.size, self.dtype = size, np.dtype(dtype)

@@ -32,16 +32,12 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """Where a loop gets gradients from: an `Inbox`, or `Orders`.
-
-    Attributes:
-        adds: See `Inbox`.
-    """
+    """Where a loop gets gradients from: an `Inbox`, or `Orders`. See `Inbox`."""
 
     adds: bool
 
     def next(self, step: int, deadline: Deadline) -> AbstractContextManager[Any]:
-        """Wait for the gradients that make step ``step + 1``; see `Inbox.next`."""
+        """Wait for the gradients that make step ``step + 1``."""
 
     def awaited(self, step: int) -> str | None:
         """Return what the update of a step lacks; None if only this rank's work."""
@@ -52,10 +48,7 @@ class Loop:
 
     In a thread of its own, or in the thread that calls `run`.
 
-    Args:
-        inbox: Where gradients come from.
-        lock: Held during each update.
-        what: Name for messages.
+    The ``lock`` is held during each update.
 
     Attributes:
         after_update: Called with the step after each update, before the next one.
@@ -137,14 +130,10 @@ class Loop:
 
 
 class UpdateLoop(Loop):
-    """Updates the center, or a part of it, on this rank.
+    """Updates the center, or a part of it, on this rank, and publishes it.
 
-    Args:
-        inbox, lock, what: See `Loop`.
-        part: What this rank has of the center.
-        publisher: Where it is published.
-        node_update: Has the center, and makes updates with the other ranks of the node;
-            None if it cannot.
+    If there is a ``node_update``, it has the center, and the other ranks of the node
+    help to update it.
 
     Attributes:
         update: Changes the center. Gets gradients by name, arrays or `IndexedSlices`;

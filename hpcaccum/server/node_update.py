@@ -75,17 +75,15 @@ _APART = 8
 class ElementwiseRule(Protocol):
     """A rule of updates that changes each element independently of the others.
 
-    Attributes:
-        slots: Name to initial value of its slots, each a vector like the parameters.
+    Its ``slots`` are name to initial value, each a vector like the parameters.
     """
 
     slots: Mapping[str, float]
 
     def numbers(self) -> Sequence[float] | None:
-        """Return the numbers of the next update of all variables. The root only.
+        """Return at most 4 numbers of the next update of all variables. The root only.
 
-        Returns:
-            At most 4; None if the variables have had different numbers of updates.
+        None if the variables have had different numbers of updates.
         """
 
     def count(self) -> None:
@@ -115,16 +113,11 @@ class NodeUpdate:
     """The center and its slots in memory of the node, and their updates. Collective.
 
     Args:
-        group: The ranks, on one node.
-        root: The rank that begins updates.
+        group, root: The ranks, on one node, and the one that begins updates.
         rule: Makes them; equal on all ranks.
         layout: Of the parameters, all of its dtype.
         parts: Where gradients lie, in the same dtype.
         copies: Where ranks read the parameters.
-
-    Attributes:
-        center: Name to array.
-        slots: For each slot of the rule, name to array.
     """
 
     def __init__(
@@ -199,8 +192,7 @@ class NodeUpdate:
     def apply(self, batch: Batch, copy: Array, deadline: Deadline) -> bool:
         """Update all variables, and write them to a copy; the root only.
 
-        Returns:
-            False if the rule cannot update all variables alike; nothing has changed.
+        False if the rule cannot update all variables alike; nothing has changed then.
         """
         numbers = self._rule.numbers()
         if numbers is None:

@@ -43,13 +43,11 @@ class OrderAgent(Service):
     """The service of one node's agent for `Orders`. Collective.
 
     Args:
-        agent: Runs it.
-        parts: Of the servers.
+        agent, parts, publisher: Of this node; of each server; of the parameters.
         memory: For gradients of the server of this node, if it has one, shape (buffers,
             elements). Those of a step have the place of its number modulo ``buffers``.
-        gradients: Where they lie.
-        publisher: Of the parameters.
-        words: Of this node.
+        gradients: Those of all ranks.
+        words: Of this node, as above.
     """
 
     def __init__(

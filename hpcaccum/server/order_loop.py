@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 class OrderLoop(Loop):
     """Takes gradients and has all servers make an update of each batch.
 
-    Args:
-        inbox, lock, what: See `Loop`.
-        orders: To the servers.
-        part: The loop of this rank's own part, as the root is one of the servers.
+    The root is one of the servers: ``part`` is the loop of its own part.
 
     Attributes:
         rate: Returns the learning rate of the next update; None if servers find it.

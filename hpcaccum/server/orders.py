@@ -1,8 +1,4 @@
-"""Orders of the root to several servers, of which each updates a part of the center.
-
-The root decides which gradients make each update, and orders it when all servers have
-carried out the last one. How orders and gradients travel: see `OrderAgent`.
-"""
+"""What several servers get from the root: their part at the start, then orders."""
 
 from __future__ import annotations
 
@@ -51,16 +47,8 @@ if TYPE_CHECKING:
 class Orders:
     """Where the loop of each of several servers gets its updates. Collective.
 
-    Args:
-        group: The ranks, on several nodes.
-        servers: Those that hold the parts, each on another node. The first is the root.
-        wire: How variables lie in the vector.
-        initial: Name to array; the servers begin with the root's.
-        parts: Of each server.
-        gradients: Where they lie.
-        publisher: Of the parameters.
-        what: Name for messages.
-        most: How many steps may be ordered and not made, at most.
+    They begin with the ``initial`` arrays of the root. At most ``most`` steps may be
+    ordered and not made. For other arguments see `ParameterServer` and `OrderAgent`.
 
     Attributes:
         own: The part of this rank, if it is a server.
@@ -120,7 +108,6 @@ class Orders:
     def _allocate(self, group: Group, dtype: Any) -> Array | None:
         """Make the memory for gradients of the server of this node, if it has one."""
         number, self.window_bytes = self.publisher.number, 0
-        # Collective on the node, so all of its ranks allocate or none.
         if number is None:
             return None
         server = self._servers[number]
@@ -198,10 +185,7 @@ class Orders:
 
     @contextlib.contextmanager
     def next(self, step: int, deadline: Deadline) -> Iterator[Order]:
-        """Wait for the next update that the root orders; see `Inbox.next`.
-
-        Orders of other kinds that come before it are carried out.
-        """
+        """Wait for the next update; carry out orders of other kinds before it."""
         while not self._ended:
             number, order = self._next_order(deadline)
             kind, detail, factor, version, buffer = order

@@ -40,12 +40,7 @@ class ParameterAgent(Service):
     """The service of one node's agent for a `Publisher`. Collective.
 
     Args:
-        agent: Runs it.
-        nodes: Of the servers; the first is the root's.
-        parts: Of the vector, of each server.
-        copier: Makes and reads messages.
-        copies: Where ranks of this node read.
-        own: Where the server of this node publishes its part, if there is one.
+        agent, nodes, parts, copier, copies, own: See `Publisher`.
         complete: Publishes to this node what ``copies.begin`` returned memory for.
 
     Attributes:

@@ -95,13 +95,8 @@ class Change:
 class Publisher:
     """The parameters of one or several servers, a flat vector. Collective.
 
-    Args:
-        group: The ranks.
-        servers: The ranks that publish a part each, the root first; several are on
-            different nodes.
-        parts: Of the vector, of each server.
-        copier: Copies between vectors and variables; knows the size of a vector.
-        what: Name for error messages.
+    Each of the ``servers``, the root first, publishes the part of the same number. The
+    ``copier`` copies between vectors and variables.
 
     Attributes:
         nodes: Of the servers.
@@ -264,9 +259,7 @@ class Publisher:
     def complete(self, version: int, awaited_by: Iterable[int] = ()) -> None:
         """Publish what was written since `begin`.
 
-        Args:
-            version: The version.
-            awaited_by: Ranks that wait for it and do not ask; of a single server.
+        Nodes of the ranks that wait for it get it from a single server unasked.
         """
         if not self._is_here:
             # Those who wait for it are named in the order to make it.

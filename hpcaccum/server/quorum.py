@@ -23,12 +23,8 @@ class QuorumInbox(VectorAccumulator):
     Its methods are those of `Inbox`.
 
     Args:
-        group, root: The ranks, and the one that serves.
-        size, dtype: Of a gradient, a flat vector.
+        group, root, size, dtype, workers, rows, what: See `VectorAccumulator`.
         quorum: Gradients of one update, at least.
-        workers: Number of ranks that submit, and may leave.
-        rows: The places of rows in a gradient.
-        what: Begins messages.
     """
 
     adds = True

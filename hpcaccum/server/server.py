@@ -40,15 +40,7 @@ if TYPE_CHECKING:
 
 
 class ServerState(NamedTuple):
-    """A server after a number of updates, from which another one can continue.
-
-    The slots of the optimizer that makes the updates are not part of it.
-
-    Attributes:
-        step: The number of updates.
-        tally: The gradients accepted and dropped so far.
-        center: Name to array.
-    """
+    """A server after a number of updates, without the slots of the optimizer."""
 
     step: int
     tally: Tally
@@ -224,10 +216,7 @@ class ParameterServer(Client):
     ) -> None:
         """Begin to serve, in threads unless servers are dedicated; servers only.
 
-        Args:
-            update: See `UpdateLoop`.
-            rate: See `OrderLoop`.
-            answer: See `Orders`.
+        For the arguments see `UpdateLoop`, `OrderLoop` and `Orders`.
         """
         assert self._loop is not None
         assert self._updates is not None
@@ -272,11 +261,7 @@ class ParameterServer(Client):
             return self._ordering.ask(question)
 
     def divide(self, arrays: Arrays | None) -> Arrays | None:
-        """Return what a server keeps of arrays of the root. Collective.
-
-        Returns:
-            None on ranks that are no servers.
-        """
+        """Return what a server keeps of arrays of the root, else None. Collective."""
         if arrays is None:
             return None
         if self._orders is not None:
@@ -307,12 +292,9 @@ class ParameterServer(Client):
         return self._inbox.membership.some_come_back()
 
     def assign(self, values: Mapping[str, Array]) -> int:
-        """Set the center to values between two updates. Collective.
+        """Set the center to values between two updates; return the step. Collective.
 
         The step, the slots, the tally and all gradients stay.
-
-        Returns:
-            The step.
         """
         call, failure, version = f"{self._what}: assign", None, -1
         if self._updates is not None:

@@ -19,9 +19,6 @@ class UpdateLock:
     A waiting reader comes before the next update, however busy the server is: it holds
     a gate that the server must pass. The thread that holds the lock may read again, so
     a function that an update calls (a learning rate) may read too.
-
-    Args:
-        what: Name for messages.
     """
 
     def __init__(self, what: str) -> None:

@@ -46,13 +46,7 @@ class UpdateQueue:
     step that was made, whose place is empty and for which no rank that is present has
     an open intent, is that of a rank that is lost.
 
-    Args:
-        group: The ranks.
-        root: The rank that applies the gradients, which has the words.
-        max_lag: Largest lag that is admitted, in steps; infinity admits all gradients.
-        workers: Number of ranks that submit, and may leave.
-        what: Begins messages.
-        factors: Of gradients by their lag, the same on all ranks; None if all are 1.
+    For the arguments see `BoundedStalenessInbox`.
 
     Attributes:
         words: The words.
