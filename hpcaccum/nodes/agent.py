@@ -50,11 +50,7 @@ _CHANNELS = 4
 
 
 class Service:
-    """Handles the requests to one object; a base class.
-
-    The methods below that send something may be called after `join`, by any rank; the
-    others by the thread of the agent only.
-    """
+    """Handles the requests to one object; a base class."""
 
     agent: Agent
     number = -1

@@ -28,9 +28,6 @@ _ERRORS = (InvalidArgumentError, LostRankError, WaitTimeoutError)
 class Call:
     """A call that has begun.
 
-    Args:
-        calls: What it belongs to.
-
     Attributes:
         sent: The request of MPI for its message.
         answer: What the function has returned, or raised; None: nothing yet.
@@ -81,7 +78,6 @@ class Calls(Service):
         what: Name for messages.
 
     Attributes:
-        what: As given.
         near: Whether this rank is on the node of that agent.
         leads: Whether the agent is a thread of this rank.
 

@@ -306,15 +306,8 @@ class NodeParts(Service):
     ) -> Steps:
         """Set ``out`` to ranges of a sum over nodes, each of which sends its own.
 
-        It raises LostNodeError if one of them is lost.
-
-        Args:
-            tag: Of the messages.
-            places: As for `sum`.
-            divisor: Likewise.
-            ranges: Elements of the vectors; they lie one after the other in ``out``.
-            out: A vector of the dtype of the sum.
-            copied: As for `sum`. Nodes of which all vectors are copied send nothing.
+        The ranges lie one after the other in ``out``. Nodes of which all vectors are
+        copied send nothing. It raises LostNodeError if one of the others is lost.
         """
         dtype, position = out.dtype, 0
         sources: dict[int, Incoming | _Here] = {}
@@ -388,15 +381,7 @@ class NodeParts(Service):
         dtype: np.dtype[Any],
         ranges: Sequence[slice],
     ) -> Steps:
-        """Send ranges of the sum of vectors of this node to an agent; see `collecting`.
-
-        Args:
-            rank: Of the agent.
-            tag: Of the messages.
-            places: As for `sum`.
-            dtype: Likewise.
-            ranges: As for `collecting`.
-        """
+        """Send ranges of the sum of vectors of this node to the agent of a rank."""
         here = _Here(self, places, ranges, dtype)
 
         def piece(_: Piece) -> Array:

@@ -91,13 +91,8 @@ def send_pieces(
 ) -> Steps:
     """Send a vector to another agent.
 
-    Args:
-        comm: Communicator of the agents.
-        rank: The other one.
-        tag: Of the vector.
-        pieces: Its pieces.
-        piece: Returns the contents of a piece. It may overwrite what it returned
-            `_IN_FLIGHT` pieces before, such as `PieceBuffers` do.
+    The contents of a piece, which ``piece`` returns, may overwrite those of the one
+    `_IN_FLIGHT` pieces before, as `PieceBuffers` do.
     """
     requests: deque[Any] = deque()
     for each in pieces:
@@ -118,11 +113,8 @@ def send_pieces(
 class Incoming:
     """A vector that another agent sends with `send_pieces`.
 
-    Args:
-        comm, rank, tag: As for `send_pieces`, with the rank of the sender.
-        pieces: Its pieces.
-        place: Returns the memory for a piece; that of the piece `_IN_FLIGHT` before is
-            free by then.
+    When ``place`` returns the memory for a piece, that of the one `_IN_FLIGHT` pieces
+    before is free.
     """
 
     def __init__(
