@@ -186,7 +186,8 @@ def own_step(optimizer: Any) -> int:
 def admitted_step(optimizer: Any) -> int:
     """Return the step that the next gradient is compared with; may be ahead."""
     inbox = optimizer._server._inbox
-    return int(inbox.step if hasattr(inbox, "step") else inbox.global_step)
+    queue = getattr(inbox, "_queue", None)
+    return int(inbox.global_step if queue is None else queue.step)
 
 
 def left(optimizer: Any) -> list[int]:

@@ -78,8 +78,8 @@ class Service:
         return iter(()) if steps is None else steps
 
     def _run_steps(self, steps: Steps) -> None:
-        """Have the agent run steps, beside others."""
-        self.agent.run(self.number, steps)
+        """Have the agent run steps, beside others; in a handler only."""
+        self.agent._running.append((self.number, steps))
 
     def queues(self) -> dict[int, StepQueue]:
         """Return a queue of steps for each node."""
@@ -331,10 +331,6 @@ class Agent:
         finally:
             with self._looking:
                 self._facts.remove((fact, woken))
-
-    def run(self, number: int, steps: Steps) -> None:
-        """Run the steps of a service beside its others; in a handler only."""
-        self._running.append((number, steps))
 
     # The thread
 

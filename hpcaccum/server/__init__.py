@@ -27,7 +27,6 @@ from hpcaccum.server.inbox import Inbox
 from hpcaccum.server.lateness import Lateness, factors_of
 from hpcaccum.server.options import LARGE, ServerOptions, Servers, check_nodes, spread
 from hpcaccum.server.part import joined
-from hpcaccum.server.publisher import Publisher
 from hpcaccum.server.quorum import QuorumInbox
 from hpcaccum.server.server import ParameterServer, ServerState, check_first_step
 from hpcaccum.server.wire_format import gradients_by_name
@@ -38,7 +37,6 @@ __all__ = [
     "Inbox",
     "Lateness",
     "ParameterServer",
-    "Publisher",
     "QuorumInbox",
     "ServerOptions",
     "ServerState",

@@ -108,11 +108,6 @@ class BoundedStalenessInbox:
         return self.parts.short(place, self._size, self._dtype)
 
     @property
-    def step(self) -> int:
-        """The number of gradients admitted so far, plus the first step."""
-        return self._queue.step
-
-    @property
     def membership(self) -> Membership:
         """Which ranks have left."""
         return self._queue.membership

@@ -323,7 +323,7 @@ class Client(Freeable):
 
     def _fetch_to(self, into: Mapping[str, Any]) -> Callable[[Array], None]:
         """Return a function that copies a vector of parameters to device arrays."""
-        self._publisher.pin()
+        self._publisher.copies.pin()
         buffer, whole = self._device_buffer(), slice(0, self._wire.parameters.size)
 
         def copy(flat: Array) -> None:

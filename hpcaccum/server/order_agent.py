@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from hpcaccum.server.part import Part
     from hpcaccum.server.publisher import Publisher
 
-# Words of a node. Of a server: the number of its newest order, of the last that it has
+# Words of a node with a server: the number of its newest order, of the last that it has
 # carried out, what it asks for, two numbers that belong to that, the version that it
-# makes, and which gradients. Then, on the root's node, the last version of each server.
-ORDER, DONE, KIND, DETAIL, FACTOR, VERSION, BUFFER, MADE = range(8)
+# makes, and which gradients.
+ORDER, DONE, KIND, DETAIL, FACTOR, VERSION, BUFFER, WORDS = range(8)
 # What an order asks a server for: an update, with a learning rate and the factor of the
 # gradients as bits; an answer, with the number of the question; to take the values that
 # were assigned.
@@ -72,11 +72,6 @@ class OrderAgent(Service):
         self._collected: set[int] = set()
         self.join(agent)
 
-    def _write(self, word: int, value: int) -> None:
-        """Set a word that a rank of this node waits for."""
-        self._words.write(word, value)
-        self._publisher.changed.announce()
-
     # On the root's node
 
     def _do_begin(self, version: int) -> None:
@@ -101,7 +96,6 @@ class OrderAgent(Service):
     def _do_made(self, server: int, version: int) -> None:
         """Note that a server has made a version."""
         self._publisher.note_made(server, version)
-        self._write(MADE + server, version)
 
     def _do_all_obey(self, *order: int) -> None:
         """Give all servers an order of another kind, after all earlier ones."""
@@ -186,7 +180,8 @@ class OrderAgent(Service):
         """Give the server of this node an order; wait until it is carried out."""
         self._given += 1
         self._words.store(KIND, [kind, *details])
-        self._write(ORDER, self._given)
+        self._words.write(ORDER, self._given)
+        self._publisher.changed.announce()
         done = self._words.watch(DONE)
         while done() < self._given:
             yield False

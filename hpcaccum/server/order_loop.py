@@ -9,7 +9,7 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.mpi import bits
 from hpcaccum.server.double_buffer import step_of, version_of
 from hpcaccum.server.loop import Loop
-from hpcaccum.server.order_agent import END, MADE
+from hpcaccum.server.order_agent import END
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
@@ -53,11 +53,10 @@ class OrderLoop(Loop):
     def set_step(self, step: int) -> None:
         """Begin with a step that all servers publish."""
         self._step = self._ordered = step
-        version, servers = version_of(step), len(self._publisher.nodes)
+        version = version_of(step)
         self._publisher.announce(version)
-        for server in range(servers):
+        for server in range(len(self._publisher.nodes)):
             self._publisher.note_made(server, version)
-        self._orders.words.store(MADE, [version] * servers)
         self._orders.request("begin", version)
 
     @traced("update", lambda args, _: {"step": args[1].step + 1})
@@ -96,15 +95,11 @@ class OrderLoop(Loop):
         # It is called before the next update.
         if self.after_update is not None:
             return
-        while self._ordered < step_of(self._made()) + self._orders.buffers:
+        while self._ordered < step_of(self._publisher.made()) + self._orders.buffers:
             batch = self._inbox.following(self._ordered)
             if batch is None:
                 return
             self._order_next(batch)
-
-    def _made(self) -> int:
-        """Return the version that all servers have made."""
-        return min(self._orders.words.read_range(MADE, len(self._publisher.nodes)))
 
     def _wait_for_servers(
         self,
@@ -116,7 +111,7 @@ class OrderLoop(Loop):
 
         def made() -> bool:
             meanwhile()
-            return self._made() >= version
+            return self._publisher.made() >= version
 
         self._publisher.changed.wait(
             made,

@@ -23,18 +23,18 @@ from hpcaccum.server.order_agent import (
     DONE,
     END,
     KIND,
-    MADE,
     ORDER,
     PARAMETERS,
     QUESTIONS,
     UPDATE,
+    WORDS,
     OrderAgent,
 )
 from hpcaccum.server.part import Order, OwnPart
 from hpcaccum.server.questions import Questions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
@@ -54,7 +54,6 @@ class Orders:
         own: The part of this rank, if it is a server.
         buffers: The most steps that may be ordered and not yet made. A server has
             memory for the gradients of each, but in all for no more than a whole one.
-        words: Of this node; see `OrderAgent`.
         questions: Of the root to the servers.
         answer: Called with a question of the root; returns the answer.
         assign: Called with a version that has the values which were kept.
@@ -84,13 +83,13 @@ class Orders:
         # On a server: the last order that was carried out, and whether it ended all.
         self._number, self._ended = 0, False
         with contextlib.ExitStack() as undo:
-            self.words = AtomicWords(group.inside, 0, MADE + len(servers))
-            undo.callback(self.words.free)
+            self._words = AtomicWords(group.inside, 0, WORDS)
+            undo.callback(self._words.free)
             memory = self._allocate(group, publisher.copies.dtype)
             self._agent = Agent.of(group)
             undo.pop_all()
         self._service = OrderAgent(
-            self._agent, parts, memory, gradients, publisher, self.words
+            self._agent, parts, memory, gradients, publisher, self._words
         )
         tags = self._service.tag(QUESTIONS), self._service.tag(ANSWERS)
         ask = functools.partial(self.request, "all_obey", ANSWER)
@@ -134,7 +133,7 @@ class Orders:
             part = self._parts[self._servers.index(comm.rank)].part
             mine = np.empty(part.stop - part.start, dtype)
             begun.append(comm.Irecv(mine, self._servers[0], tag))
-        self._end_start(begun)
+        complete(begun, self._start, self._starting)
         return mine
 
     def divide(
@@ -152,30 +151,24 @@ class Orders:
                     for name in self._names:
                         yield comm.isend(each.pieces(name, arrays[name]), rank, tag)
             if comm.rank in self._servers:
-                mine.extend(self._message(tag) for _ in self._names)
+                for _ in self._names:
+                    found = self._start.wait(
+                        lambda: comm.improbe(self._servers[0], tag), self._starting
+                    )
+                    mine.append(found.recv())
 
-        self._end_start(exchange())
+        complete(exchange(), self._start, self._starting)
         if self.own is None:
             return None
         names = self.own.arrays
         return {n: m for n, m in zip(self._names, mine, strict=True) if n in names}
 
-    def _message(self, tag: int) -> Any:
-        """Receive a message of the root at the start."""
-        comm, root = self._agent.comm, self._servers[0]
-        deadline = Deadline(None, f"{self._what}: start of servers")
-        found = deadline.wait(
-            lambda: comm.improbe(root, tag), lambda: f"a message of host rank {root}"
-        )
-        return found.recv()
+    @property
+    def _start(self) -> Deadline:
+        return Deadline(None, f"{self._what}: start of servers")
 
-    def _end_start(self, requests: Iterable[Any]) -> None:
-        """Wait until what servers get from the root at the start has arrived."""
-        complete(
-            requests,
-            Deadline(None, f"{self._what}: start of servers"),
-            lambda: f"host rank {self._servers[0]} and the servers",
-        )
+    def _starting(self) -> str:
+        return f"host rank {self._servers[0]} and the servers"
 
     def request(self, kind: str, *request: Any) -> None:
         """Send a request to the agent of this node."""
@@ -204,7 +197,7 @@ class Orders:
                 )
             self._ended = kind == END
             self._number = number
-            self.words.write(DONE, number)
+            self._words.write(DONE, number)
             self._agent.wake()
             if kind not in (ANSWER, ASSIGN, END):
                 return
@@ -212,11 +205,11 @@ class Orders:
 
     def _next_order(self, deadline: Deadline) -> tuple[int, list[int]]:
         """Return the number of the next order, and its words from KIND on."""
-        read, last = self.words.read, self._number
+        read, last = self._words.read, self._number
         self.publisher.changed.wait(
             lambda: read(ORDER) > last, deadline, lambda: "an order"
         )
-        return read(ORDER), self.words.read_range(KIND, BUFFER + 1 - KIND)
+        return read(ORDER), self._words.read_range(KIND, BUFFER + 1 - KIND)
 
     def awaited(self, step: int) -> str:
         """Return what the update of a step lacks."""
@@ -234,4 +227,4 @@ class Orders:
             lambda: "servers to receive questions, and the host answers",
         )
         self._service.free(f"{self._what}: free")
-        self.words.free()
+        self._words.free()

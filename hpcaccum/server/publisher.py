@@ -166,10 +166,6 @@ class Publisher:
 
     # Every rank
 
-    def pin(self) -> None:
-        """Pin the memory that `read` passes on."""
-        self.copies.pin()
-
     @property
     def window_bytes(self) -> int:
         """Memory of this rank that holds copies, and what it publishes."""
@@ -294,9 +290,16 @@ class Publisher:
         """Set the newest version; the root only."""
         self._words.write(_NEWEST, version)
 
+    # The root's node, of several servers
+
     def note_made(self, server: int, version: int) -> None:
-        """Note the newest version of one of several servers; on the root's node."""
+        """Note the newest version of a server."""
         self._words.write(_MADE + server, version)
+        self.changed.announce()
+
+    def made(self) -> int:
+        """Return the version that all servers have made."""
+        return min(self._words.read_range(_MADE, len(self._servers)))
 
     def free(self) -> None:
         """Free the memory, after the last version is published. Collective."""
