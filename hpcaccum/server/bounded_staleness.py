@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import Call
-    from hpcaccum.server.lateness import Factors
+    from hpcaccum.server.update_queue import Factors
 
 
 class BoundedStalenessInbox:

@@ -15,12 +15,12 @@ from hpcaccum.errors import NO_MORE_DATA, InvalidArgumentError, format_ranks
 from hpcaccum.mpi import Freeable
 from hpcaccum.rows import Rows
 from hpcaccum.server.double_buffer import step_of, version_of
+from hpcaccum.server.loop import UpdateLock
 from hpcaccum.server.node_update import NodeUpdate
 from hpcaccum.server.orders import Orders
 from hpcaccum.server.parameter_copies import Copier, SparseCopier
 from hpcaccum.server.part import Part, cut
 from hpcaccum.server.publisher import Publisher
-from hpcaccum.server.update_lock import UpdateLock
 from hpcaccum.server.wire_format import WireFormat
 from hpcaccum.spans import traced
 

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator import Batch
     from hpcaccum.nodes import Place
     from hpcaccum.server.inbox import Inbox
-    from hpcaccum.server.loop import UpdateLoop
+    from hpcaccum.server.loop import UpdateLock, UpdateLoop
     from hpcaccum.server.orders import Orders
-    from hpcaccum.server.update_lock import UpdateLock
 
 
 class OrderLoop(Loop):

@@ -19,10 +19,9 @@ from hpcaccum.errors import (
 from hpcaccum.mpi import MPI, lack_of_threads
 from hpcaccum.server.client import Client
 from hpcaccum.server.double_buffer import step_of, version_of
-from hpcaccum.server.loop import UpdateLoop
+from hpcaccum.server.loop import UpdateLock, UpdateLoop
 from hpcaccum.server.order_loop import OrderLoop
 from hpcaccum.server.part import Center
-from hpcaccum.server.update_lock import UpdateLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

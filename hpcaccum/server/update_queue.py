@@ -1,21 +1,30 @@
-"""The words of asynchronous updates: which gradient makes each of them."""
+"""The words of asynchronous updates: which gradient makes each of them.
+
+A late gradient may get less weight, a factor, where dropping it would give it none.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+import numbers
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 from hpcaccum.accumulator import Counters, Membership, Receipt, WordLayout, admits
-from hpcaccum.errors import EverybodyLeftError, format_ranks
+from hpcaccum.errors import EverybodyLeftError, InvalidArgumentError, format_ranks
 from hpcaccum.mpi import bits, number_of
 from hpcaccum.nodes import words_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from hpcaccum.mpi import Group
-    from hpcaccum.server.lateness import Factors
+
+# What `lateness=` accepts.
+Lateness = Literal["inverse"] | Callable[[int], float] | None
+
+# Larger lags have the factor of this one.
+MOST = 1000
+_SHOWN = 4
 
 # On a cache line of its own: swaps of _STEP must not slow down reads of other words.
 _FIXED = WordLayout()
@@ -208,3 +217,55 @@ class UpdateQueue:
         if self.step > step:
             return "admitted, to be written"
         return f"which may come from {format_ranks(self.membership.present())}"
+
+
+def factors_of(lateness: Any, max_lag: float) -> Factors | None:
+    """Return the factors of an option ``lateness``; None if all are 1."""
+    return None if lateness is None else Factors(lateness, max_lag)
+
+
+class Factors:
+    """The factors of gradients by their lag, found before the first gradient comes.
+
+    Ranks that compare its ``repr`` have the same factors, so each of them may apply one
+    for the others.
+
+    Args:
+        lateness: Of `DropStaleGradientOptimizer`, not None.
+        max_lag: Largest lag that is admitted.
+
+    Raises:
+        InvalidArgumentError: If ``lateness`` is something else, or returns anything but
+            a number from 0 to 1.
+    """
+
+    def __init__(self, lateness: Any, max_lag: float) -> None:
+        if lateness == "inverse":
+            lateness = _inverse
+        if not callable(lateness):
+            raise InvalidArgumentError(
+                f"lateness must be None, 'inverse' or a callable, got {lateness!r}"
+            )
+        lags = range(int(min(max(max_lag, 0), MOST)) + 1)
+        self._factors = tuple(_checked(lateness(lag), lag) for lag in lags)
+
+    def __repr__(self) -> str:
+        """Show the first ones, and a number that depends on all."""
+        shown = ", ".join(f"{factor:g}" for factor in self._factors[:_SHOWN])
+        return f"factors {shown}, ... (hash {hash(self._factors)})"
+
+    def __call__(self, lag: int) -> float:
+        """Return the factor of a lag."""
+        return self._factors[min(max(lag, 0), len(self._factors) - 1)]
+
+
+def _inverse(lag: int) -> float:
+    return 1 / (1 + lag)
+
+
+def _checked(factor: Any, lag: int) -> float:
+    if isinstance(factor, numbers.Real) and 0 <= float(factor) <= 1:
+        return float(factor)
+    raise InvalidArgumentError(
+        f"lateness({lag}) must be a number from 0 to 1, got {factor!r}"
+    )
