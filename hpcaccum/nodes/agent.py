@@ -114,9 +114,6 @@ class Agent:
     `Agent.of` returns one agent for each group. Its thread runs as long as there are
     services.
 
-    Args:
-        group: The ranks, on several nodes.
-
     Attributes:
         comm: Communicator of all ranks, for the messages of agents only.
         leaders: The rank of each node's agent. The nodes are in the order of `Group`.
@@ -243,9 +240,8 @@ class Agent:
     ) -> tuple[int, Exception | None]:
         """Wait for requests to a service, and for those of this rank.
 
-        Returns:
-            How many requests to the service this rank has sent, none of them during
-            these waits; and the error of a wait.
+        Returns how many requests to the service this rank has sent, none of them during
+        these waits; and the error of a wait.
         """
         sent = -1
         while sent != self._requests[number]:

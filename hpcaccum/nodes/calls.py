@@ -69,13 +69,12 @@ class Calls(Service):
     rank in the order in which they began. Several threads may make calls at a time.
 
     Args:
-        group: The ranks, on several nodes.
+        group, what: The ranks, on several nodes; the name for messages.
         root: The rank whose agent calls the function.
         function: Called with the calling rank and what it has passed, by the thread of
             the agent, and maybe before this returns; it must be fast, or return steps
             (a generator) that yield whether they have done something. Results are
             pickled, and never None. Errors of hpcaccum are raised by `Call.result`.
-        what: Name for messages.
 
     Attributes:
         near: Whether this rank is on the node of that agent.

@@ -56,9 +56,7 @@ class NodeParts(Service):
     other ranks, also through an agent.
 
     Args:
-        group: The ranks.
-        nbytes: Size of a part.
-        what: Name for messages.
+        group, nbytes, what: The ranks; the size of a part; the name for messages.
         takers: The ranks that call `sum`; by default all.
         longest: Bytes of the longest vector that it is called for; by default a part.
 

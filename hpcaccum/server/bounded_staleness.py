@@ -47,14 +47,13 @@ class BoundedStalenessInbox:
     is not in its place then is lost: its update changes nothing.
 
     Args:
-        group: The ranks.
+        group, what: The ranks; what messages begin with.
         root: The rank that applies the gradients.
         size, dtype: Of a gradient, a flat vector.
         max_lag: Largest lag that is admitted, in steps; infinity admits all gradients.
         workers: Number of ranks that submit, and may leave; all by default. If not
             all, the root does not submit.
         factors: Of gradients by their lag, the same on all ranks; all 1 by default.
-        what: Begins messages.
     """
 
     adds = needs_all = False

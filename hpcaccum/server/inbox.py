@@ -1,8 +1,4 @@
-"""The contract of an inbox: where a parameter server takes its gradients from.
-
-An inbox is a policy of admission. There are two: `QuorumInbox` passes on the gradients
-of a quorum together, `BoundedStalenessInbox` each gradient separately.
-"""
+"""The contract of an inbox: where a parameter server takes its gradients from."""
 
 from __future__ import annotations
 
@@ -24,6 +20,9 @@ if TYPE_CHECKING:
 
 class Inbox(Protocol):
     """Gradients, flat vectors, on their way from the ranks to the server.
+
+    An inbox is a policy of admission. There are two: `QuorumInbox` passes on the
+    gradients of a quorum together, `BoundedStalenessInbox` each gradient separately.
 
     Attributes:
         adds: Whether the gradients of several ranks are added. The parameters of an
@@ -53,8 +52,7 @@ class Inbox(Protocol):
     def buffer(self, known: int = 0) -> Array:
         """Return the memory for this rank's next gradient.
 
-        Args:
-            known: A step whose parameters this rank has; it may spare a round trip.
+        This rank has the parameters of the step ``known``; it may spare a round trip.
         """
 
     def pin(self) -> None:
@@ -78,10 +76,6 @@ class Inbox(Protocol):
         The block of a ``with`` statement reads them; there are none if all of them were
         given up. At its end, their ranks may write new ones. If it raises, the next
         call gives the same gradients again, without those on a node that is lost.
-
-        Args:
-            step: The step now.
-            deadline: Of the call.
 
         Raises:
             WaitTimeoutError: If it does not arrive in time.

@@ -83,9 +83,6 @@ class Message:
 class Copier:
     """Copies parameters between a center, published vectors and variables; here all.
 
-    Args:
-        wire: How variables lie in a published vector.
-
     Attributes:
         size, dtype: Of such a vector.
         whole: Whether each message is all of a vector, whatever a node has.
@@ -99,11 +96,7 @@ class Copier:
         self.size, self.dtype = wire.parameters.size, wire.parameters.dtype
 
     def note(self, changed: Mapping[str, Array]) -> None:
-        """Note rows of sparse variables before they change; the root only.
-
-        Args:
-            changed: Name of a sparse variable to vector of rows.
-        """
+        """Note rows of sparse variables, by name, before they change; the root only."""
 
     def write(self, center: Mapping[str, Array], flat: Array, copy: int) -> None:
         """Bring a published vector up to date; the root only."""
@@ -125,8 +118,7 @@ class Copier:
     ) -> dict[str, int]:
         """Copy parameters from a published vector to arrays.
 
-        Returns:
-            Which changes the array of each sparse variable has, for the next call.
+        Returns which changes the array of each sparse variable has, for the next call.
         """
         self._wire.read_parameters(flat, into)
         return {}
@@ -140,11 +132,6 @@ class SparseCopier(Copier):
 
     A published vector ends with the place in the node's log up to which it has all
     changes, so both are valid together; `read` returns this place.
-
-    Args:
-        group: The ranks.
-        root: The rank that publishes.
-        wire: How variables lie in the vector.
 
     Attributes:
         names: Of all variables, in the order of the vector.
@@ -173,7 +160,7 @@ class SparseCopier(Copier):
     # The root
 
     def note(self, changed: Mapping[str, Array]) -> None:
-        """Note rows of sparse variables before they change; the root only."""
+        """Note rows, by name, before they change; the root only."""
         rows = [array + self.tables[name].start for name, array in changed.items()]
         if rows:
             self._note(np.concatenate(rows))
@@ -266,11 +253,7 @@ class SparseCopier(Copier):
         return {name: end for name in into if name in self.tables}
 
     def changes(self, begin: int, end: int) -> Array | None:
-        """Return the rows that are between two places of the log, sorted.
-
-        Returns:
-            None for all, if not all entries are there.
-        """
+        """Return the rows between two places of the log, sorted; None for all."""
         if begin == NOTHING:
             return None
         entries = self._log.between(begin, end)
@@ -293,8 +276,7 @@ class SparseCopier(Copier):
     def rows_of(self, name: str, rows: Array | None) -> Array | None:
         """Return which of sorted rows are those of a variable, numbered within it.
 
-        Returns:
-            None for all of them, if all were given or the variable is not sparse.
+        None for all of them, if all were given or the variable is not sparse.
         """
         if rows is None or name not in self.tables:
             return None
