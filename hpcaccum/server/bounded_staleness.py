@@ -95,7 +95,7 @@ class BoundedStalenessInbox:
         # on another node.
         self._calls: Calls | None = None
         if not group.single_node:
-            self._calls = Calls(group, root, self._submit_for, submit)
+            self._calls = Calls(group, root, self._admit, submit)
         self._remote = None if self.words.direct else self._calls
 
     def _view(self, rank: int) -> Array:
@@ -169,29 +169,26 @@ class BoundedStalenessInbox:
             self.words.sync()
             self._unanswered = self._remote.begin(local_step, self._contents())
             return self._answer()
-        rank = self._group.rank
-        receipt = self._queue.admit(rank, local_step)
+        receipt = self._admit(self._group.rank, local_step)
         if receipt:
             self._submitted = receipt.global_step + 1
-            # The place may be that of a later gradient.
-            self.membership.check_counts(rank)
-            # The store of the word orders it after all stores to the buffer.
-            self._queue.put(receipt, rank)
-        self._queue.end_intent(rank)
-        self.counters.count(rank, receipt.accepted, receipt.lag)
         return receipt
 
-    def _submit_for(
-        self, rank: int, local_step: int, contents: bytes | None
+    def _admit(
+        self, rank: int, local_step: int, contents: bytes | None = None
     ) -> Receipt:
-        """Submit the gradient of another rank, which waits for the answer."""
+        """Submit the gradient of this rank, or of one that waits for the answer."""
         receipt, whose = self._queue.admit(rank, local_step), rank
-        if receipt and contents is not None:
-            self.parts.keep(Place(rank, 0), contents)
-            whose |= COPIED
+        if receipt:
+            # The place may be that of a later gradient.
+            self.membership.check_counts(rank)
+            if contents is not None:
+                self.parts.keep(Place(rank, 0), contents)
+                whose |= COPIED
         # First: a gradient that was applied is in the counts.
         self.counters.count(rank, receipt.accepted, receipt.lag)
         if receipt:
+            # The store of the word orders it after all stores to the buffer.
             self._queue.put(receipt, whose)
         self._queue.end_intent(rank)
         return receipt

@@ -245,7 +245,7 @@ class ParameterAgent(Service):
                 yield from self._send(node, data)
         message.users -= 1
 
-    @traced("send", lambda args, _: {"to": args[0]._line.leaders[args[1]]}, steps)
+    @traced("send", lambda args, _: {"to": args[0].agent.leaders[args[1]]}, steps)
     def _send(self, node: int, message: Array) -> Steps:
         pieces = pieces_of([slice(0, message.size)], 1)
         rank, tag = self.agent.leaders[node], self.tag()
