@@ -16,8 +16,7 @@ from hpcaccum.nodes.parts import LostNodeError, NodeParts, Place
 from hpcaccum.nodes.transfer import (
     Incoming,
     is_short,
-    one_range,
-    pieces_of,
+    pieces_in,
     send_pieces,
 )
 from hpcaccum.nodes.words import words_of
@@ -34,8 +33,7 @@ __all__ = [
     "StepQueue",
     "Steps",
     "is_short",
-    "one_range",
-    "pieces_of",
+    "pieces_in",
     "send_pieces",
     "words_of",
 ]

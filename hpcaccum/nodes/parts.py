@@ -12,7 +12,7 @@ from hpcaccum.mpi import AtomicWords, NodeMemory, keep
 from hpcaccum.nodes.agent import Agent, Service
 from hpcaccum.nodes.transfer import (
     Incoming,
-    PieceBuffers,
+    buffers_for,
     is_short,
     length,
     pieces_of,
@@ -22,7 +22,14 @@ from hpcaccum.spans import steps, traced
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+    from collections.abc import (
+        Collection,
+        Generator,
+        Iterable,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
 
     from hpcaccum.deadline import Deadline
     from hpcaccum.dtypes import Array
@@ -308,32 +315,36 @@ class NodeParts(Service):
         copied send nothing. It raises LostNodeError if one of the others is lost.
         """
         dtype, position = out.dtype, 0
-        sources: dict[int, Incoming | _Here] = {}
-        for node, there in self.by_node(places).items():
+        here: dict[int, Iterator[Array]] = {}
+        incoming: dict[int, Incoming] = {}
+        comm, leaders, nodes = self.agent.comm, self.agent.leaders, self.by_node(places)
+        for node, there in nodes.items():
             if self._has(node, there, copied):
-                sources[node] = _Here(self, there, ranges, dtype)
+                here[node] = self._pieces_here(there, ranges, dtype)
             else:
-                sources[node] = self._incoming(node, tag, ranges, dtype)
+                buffers = buffers_for(ranges, dtype)
+                incoming[node] = Incoming(comm, leaders[node], tag, buffers)
         for piece in pieces_of(ranges, dtype.itemsize):
+            # While the others travel.
+            parts = {node: next(pieces) for node, pieces in here.items()}
             try:
-                parts = yield from self._first_of(sources)
+                parts |= yield from self._first_of(incoming)
             except LostNodeError:
-                yield from self._discard(sources)
+                yield from self._discard(incoming)
                 raise
             end = position + length(piece)
             with np.errstate(all="ignore"):
-                add_in_order(parts, out[position:end], divisor)
+                vectors = [parts[node] for node in nodes]
+                add_in_order(vectors, out[position:end], divisor)
             position = end
-            for each in sources.values():
+            for each in incoming.values():
                 each.take()
             yield True
         self._done.store_unordered(self._awaited, 0)
 
-    def _discard(self, sources: Mapping[int, Incoming | _Here]) -> Steps:
+    def _discard(self, incoming: Mapping[int, Incoming]) -> Steps:
         """Receive what other nodes send, so that no later sum receives it."""
-        for node, each in sources.items():
-            if isinstance(each, _Here):
-                continue
+        for node, each in incoming.items():
             # MPI may still write to the memory of a message that never comes.
             keep(each)
             while not (each.complete or self.agent.is_gone(node)):
@@ -343,11 +354,11 @@ class NodeParts(Service):
                     each.take()
 
     def _first_of(
-        self, sources: Mapping[int, Incoming | _Here]
-    ) -> Generator[bool, None, list[Array]]:
-        """Wait until the sums of all nodes have their next piece; return them."""
-        parts: list[Array] = []
-        for node, each in sources.items():
+        self, incoming: Mapping[int, Incoming]
+    ) -> Generator[bool, None, dict[int, Array]]:
+        """Wait until the sums of other nodes have their next piece; return them."""
+        parts: dict[int, Array] = {}
+        for node, each in incoming.items():
             if each.first() is None:
                 # For messages only.
                 self._done.store_unordered(self._awaited, node + 1)
@@ -355,20 +366,16 @@ class NodeParts(Service):
                 if self.agent.is_gone(node):
                     raise LostNodeError
                 yield False
-            parts.append(part)
+            parts[node] = part
         return parts
 
-    def _incoming(
-        self, node: int, tag: int, ranges: Sequence[slice], dtype: np.dtype[Any]
-    ) -> Incoming:
-        buffers = PieceBuffers(ranges, dtype)
-        return Incoming(
-            self.agent.comm,
-            self.agent.leaders[node],
-            tag,
-            pieces_of(ranges, dtype.itemsize),
-            lambda piece: buffers.get(length(piece)),
-        )
+    def _pieces_here(
+        self, places: Sequence[Place], ranges: Sequence[slice], dtype: np.dtype[Any]
+    ) -> Iterator[Array]:
+        """Yield the pieces of ranges of the sum of vectors of this node."""
+        buffers = buffers_for(ranges, dtype)
+        for piece in pieces_of(ranges, dtype.itemsize):
+            yield self._sum_of(places, piece, next(buffers))
 
     @traced("send", lambda args, _: {"to": args[1]}, steps)
     def sending(
@@ -380,15 +387,8 @@ class NodeParts(Service):
         ranges: Sequence[slice],
     ) -> Steps:
         """Send ranges of the sum of vectors of this node to the agent of a rank."""
-        here = _Here(self, places, ranges, dtype)
-
-        def piece(_: Piece) -> Array:
-            part = here.first()
-            here.take()
-            return part
-
-        pieces = pieces_of(ranges, dtype.itemsize)
-        return send_pieces(self.agent.comm, rank, tag, pieces, piece)
+        pieces = self._pieces_here(places, ranges, dtype)
+        return send_pieces(self.agent.comm, rank, tag, pieces)
 
     def free(self) -> None:
         """Free the memory. Collective. Views stay valid."""
@@ -397,31 +397,3 @@ class NodeParts(Service):
             self._done.free()
         self._parts, self._result = {}, np.empty(0, np.uint8)
         self._kept.clear()
-
-
-class _Here:
-    """The sum of vectors of this node, with the interface of `Incoming`."""
-
-    def __init__(
-        self,
-        parts: NodeParts,
-        places: Sequence[Place],
-        ranges: Sequence[slice],
-        dtype: np.dtype[Any],
-    ) -> None:
-        self._parts, self._places = parts, places
-        self._pieces = pieces_of(ranges, dtype.itemsize)
-        self._buffers = PieceBuffers(ranges, dtype)
-        self._first: Array | None = None
-
-    def first(self) -> Array:
-        """Return the first piece that was not taken."""
-        if self._first is None:
-            piece = next(self._pieces)
-            total = self._buffers.get(length(piece))
-            self._first = self._parts._sum_of(self._places, piece, total)
-        return self._first
-
-    def take(self) -> None:
-        """Take the first piece."""
-        self._first = None

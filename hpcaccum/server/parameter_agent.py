@@ -17,8 +17,7 @@ from hpcaccum.nodes import (
     Service,
     StepQueue,
     is_short,
-    one_range,
-    pieces_of,
+    pieces_in,
     send_pieces,
 )
 from hpcaccum.server.parameter_copies import NOTHING, copying
@@ -133,8 +132,7 @@ class ParameterAgent(Service):
     @traced("receive", wrap=steps)
     def _receive(self, server: int, message: Array) -> Steps:
         rank, tag = self.agent.leaders[self._nodes[server]], self.tag()
-        pieces = pieces_of([slice(0, message.size)], 1)
-        incoming = Incoming(self.agent.comm, rank, tag, pieces, one_range(message))
+        incoming = Incoming(self.agent.comm, rank, tag, pieces_in(message))
         while not incoming.complete:
             if incoming.first() is None:
                 yield False
@@ -247,9 +245,8 @@ class ParameterAgent(Service):
 
     @traced("send", lambda args, _: {"to": args[0].agent.leaders[args[1]]}, steps)
     def _send(self, node: int, message: Array) -> Steps:
-        pieces = pieces_of([slice(0, message.size)], 1)
         rank, tag = self.agent.leaders[node], self.tag()
-        return send_pieces(self.agent.comm, rank, tag, pieces, one_range(message))
+        return send_pieces(self.agent.comm, rank, tag, pieces_in(message))
 
     def _message(self, since: int) -> Generator[bool, None, Message]:
         """Return a message with the newest version.
