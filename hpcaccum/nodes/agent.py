@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -50,15 +50,10 @@ _CHANNELS = 4
 
 
 class Service:
-    """Handles the requests to one object; a base class."""
+    """Handles the requests to one object; a base class. `Agent.add` begins it."""
 
     agent: Agent
-    number = -1
-
-    def join(self, agent: Agent) -> None:
-        """Have an agent run this service. Collective; requests may come at once."""
-        self.agent = agent
-        self.number = agent.add(self)
+    number: int
 
     def tell(self, nodes: Iterable[int], *request: Any) -> None:
         """Send a request to the agents of nodes."""
@@ -82,10 +77,8 @@ class Service:
         self.agent._running.append((self.number, steps))
 
     def queues(self) -> dict[int, StepQueue]:
-        """Return a queue of steps for each node."""
-        return {
-            node: StepQueue(self._run_steps) for node in range(len(self.agent.leaders))
-        }
+        """Return a queue of steps for each node, made at its first use."""
+        return defaultdict(lambda: StepQueue(self._run_steps))
 
 
 class StepQueue:
@@ -197,11 +190,12 @@ class Agent:
         """Add a service; return its number, the same on all ranks. Collective.
 
         All ranks add and remove their services in the same order. Requests that come
-        before this rank has added the service wait for it.
+        before this rank has added the service wait for it; then they come at once.
         """
         # Another rank may still be about to remove the last one.
         used = {*self._services, self._removed}
         number = next(n for n in itertools.count() if n not in used)
+        service.agent, service.number = self, number
         self._services[number] = service
         if len(self._services) == 1 and self.is_leader:
             self._start()

@@ -96,9 +96,7 @@ class Calls(Service):
         self._numbers = itertools.count(1)
         self._freed = False
         # Last: other ranks may call at once.
-        self._joined = False
-        self.join(agent)
-        self._joined = True
+        agent.add(self)
 
     def begin(self, *question: Any) -> Call:
         """Begin a call, and do not wait for its result."""
@@ -154,8 +152,6 @@ class Calls(Service):
 
     def handle(self, source: int, call: int, *question: Any) -> Steps:
         """Return the steps that answer a call."""
-        while not self._joined:
-            yield False
         try:
             answer = self._function(source, *question)
             if isinstance(answer, GeneratorType):

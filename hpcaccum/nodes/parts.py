@@ -119,7 +119,7 @@ class NodeParts(Service):
         self._awaited = inside.size
         # Whether the agent writes a result, which a rank may have given up meanwhile.
         self._collecting = False
-        self.join(agent)
+        agent.add(self)
         self._group.allgather(None, f"{self._what}: memory of nodes")
 
     def is_here(self, rank: int) -> bool:

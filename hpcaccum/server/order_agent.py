@@ -60,7 +60,6 @@ class OrderAgent(Service):
         words: AtomicWords,
     ) -> None:
         assert publisher.agent is not None
-        self.agent = agent
         self._nodes, self._parts = publisher.nodes, parts
         self._memory, self._gradients, self._words = memory, gradients, words
         self._publisher, self._parameters = publisher, publisher.agent
@@ -70,7 +69,7 @@ class OrderAgent(Service):
         # versions whose gradients it has.
         self._given = 0
         self._collected: set[int] = set()
-        self.join(agent)
+        agent.add(self)
 
     # On the root's node
 

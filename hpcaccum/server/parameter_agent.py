@@ -56,7 +56,6 @@ class ParameterAgent(Service):
         own: DoubleBuffer | None,
         complete: Callable[[int], None],
     ) -> None:
-        self.agent = agent
         self._nodes, self._parts, self._copier = nodes, parts, copier
         self._copies, self._own, self._complete = copies, own, complete
         # On the root's node: the newest version; what each node has asked for last, and
@@ -77,7 +76,7 @@ class ParameterAgent(Service):
         self._asked: int | None = None
         self._receiving: int | None = None
         self._lacks: set[int] = set()
-        self.join(agent)
+        agent.add(self)
 
     # For the ranks of this node
 
