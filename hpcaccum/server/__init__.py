@@ -14,7 +14,7 @@ parameters: The loop gives them to the `Publisher`: each node has a `double_buff
     are sparse, `parameter_copies` copies and sends only the rows that are in a
     `RowLog`.
 several servers: The root runs an `OrderLoop`. Each server gets its gradients from
-    `Orders`, which an `OrderAgent` on each node carries. `Questions` of the root to the
+    `Orders`, which the agent of each node carries. `Questions` of the root to the
     servers are answered between two updates.
 
 Imports `accumulator`, `nodes`, `rows`, `mpi`, `device` and the modules below them.

@@ -9,7 +9,7 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.mpi import bits
 from hpcaccum.server.double_buffer import step_of, version_of
 from hpcaccum.server.loop import Loop
-from hpcaccum.server.order_agent import END
+from hpcaccum.server.orders import END
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
