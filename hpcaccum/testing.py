@@ -21,7 +21,7 @@ import numpy as np
 from hpcaccum import deadline
 from hpcaccum.accumulator import batch, sparse
 from hpcaccum.mpi.talk import control
-from hpcaccum.nodes import Agent, transfer
+from hpcaccum.nodes import Agent, Service, transfer
 from hpcaccum.server import (
     node_update,
     parameter_agent,
@@ -156,7 +156,7 @@ def before_records(owner: Any, call: Callable[[], object]) -> Any:
 
 
 def _accumulator(owner: Any) -> Any:
-    return owner._server._inbox._accumulator if hasattr(owner, "_server") else owner
+    return owner._server._inbox if hasattr(owner, "_server") else owner
 
 
 def fail_to_admit(owner: Any, error: type[Exception]) -> Any:
@@ -186,8 +186,8 @@ def own_step(optimizer: Any) -> int:
 def admitted_step(optimizer: Any) -> int:
     """Return the step that the next gradient is compared with; may be ahead."""
     inbox = optimizer._server._inbox
-    quorum = getattr(inbox, "_accumulator", None)
-    return int(inbox.step if quorum is None else quorum.global_step)
+    queue = getattr(inbox, "_queue", None)
+    return int(inbox.global_step if queue is None else queue.step)
 
 
 def left(optimizer: Any) -> list[int]:
@@ -315,7 +315,9 @@ def note_rows(numbers: list[Any]) -> Any:
 def note_row_messages(sizes: list[int]) -> Any:
     """Return a patch: the bytes of each message with rows that this rank sends."""
     return _after(
-        parameter_copies.RowDraft, "message", lambda made, _: sizes.append(made.size)
+        parameter_copies.RowMessage,
+        "complete",
+        lambda _, made, *which: sizes.append(made.data.size),
     )
 
 
@@ -356,8 +358,8 @@ def hold_agent(group: Group, node: int) -> Iterator[Callable[[], None]]:
     """Have the agent of a node do nothing; yield what ends that. Collective."""
     begun, go = threading.Event(), threading.Event()
 
-    class Held:
-        def handle(self, source: int) -> Iterator[bool]:
+    class Held(Service):
+        def handle(self, source: int, *request: Any) -> Iterator[bool]:
             begun.set()
             go.wait()
             yield True

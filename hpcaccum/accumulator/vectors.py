@@ -87,7 +87,7 @@ class VectorAccumulator(ConditionalAccumulator):
         """Raise InvalidArgumentError if this rank has left."""
         self.membership.check_present("apply")
 
-    def pin_slots(self) -> None:
+    def pin(self) -> None:
         """Pin this rank's slots, so that the CUDA device copies to them directly."""
         self._check_open()
         self._slots.pin()
@@ -118,7 +118,7 @@ class VectorAccumulator(ConditionalAccumulator):
         self._check_open()
         self._protocol.counters.count_nonfinite(self._shared.group.rank)
 
-    def awaited(self, num_required: int, step: int) -> str | None:
+    def lacks(self, num_required: int, step: int) -> str | None:
         """Return what a take at a step still waits for, for messages; None if nothing.
 
         Any rank may call it.

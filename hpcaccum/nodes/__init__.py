@@ -3,23 +3,20 @@
 A group that spans several nodes has an `Agent` on each node. `NodeParts` is memory of
 each rank on its own node, of which agents send sums to any rank. `Calls` has the agent
 of another node call a function; so the words of `words_of` are on one node and all
-ranks use them. With a `Change`, a rank waits for the agent of its own node. A group on
-one node has no agents.
+ranks use them. A group on one node has no agents.
 
 Imports `mpi`, `summation`, `deadline`, `wake` and `errors` only.
 """
 
 from __future__ import annotations
 
-from hpcaccum.nodes.agent import Agent, Service, Steps
+from hpcaccum.nodes.agent import Agent, Service, StepQueue, Steps
 from hpcaccum.nodes.calls import Call, Calls
-from hpcaccum.nodes.change import Change
 from hpcaccum.nodes.parts import LostNodeError, NodeParts, Place
 from hpcaccum.nodes.transfer import (
     Incoming,
     is_short,
-    one_range,
-    pieces_of,
+    pieces_in,
     send_pieces,
 )
 from hpcaccum.nodes.words import words_of
@@ -28,16 +25,15 @@ __all__ = [
     "Agent",
     "Call",
     "Calls",
-    "Change",
     "Incoming",
     "LostNodeError",
     "NodeParts",
     "Place",
     "Service",
+    "StepQueue",
     "Steps",
     "is_short",
-    "one_range",
-    "pieces_of",
+    "pieces_in",
     "send_pieces",
     "words_of",
 ]

@@ -16,9 +16,9 @@ import os
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hpcaccum.deadline import EAGER, Deadline
 from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError, plural
@@ -49,11 +49,56 @@ _REQUEST, _DATA = 1, 2
 _CHANNELS = 4
 
 
-class Service(Protocol):
-    """Handles the requests to one object; on leaders only."""
+class Service:
+    """Handles the requests to one object; a base class. `Agent.add` begins it."""
 
-    def handle(self, source: int, *request: Any) -> Steps:
-        """Return the steps that carry out a request of the rank ``source``."""
+    agent: Agent
+    number: int
+
+    def tell(self, nodes: Iterable[int], *request: Any) -> None:
+        """Send a request to the agents of nodes."""
+        for node in nodes:
+            self.agent.request(node, self.number, *request)
+
+    def tag(self, channel: int = 0) -> int:
+        """Return the tag of a channel for data."""
+        return _DATA + _CHANNELS * self.number + channel
+
+    def handle(self, source: int, kind: Any, *request: Any) -> Steps:
+        """Return the steps that carry out a request of the rank ``source``.
+
+        Here, those that the method for its kind returns, which may be None.
+        """
+        steps: Steps | None = getattr(self, f"_do_{kind}")(*request)
+        return iter(()) if steps is None else steps
+
+    def _run_steps(self, steps: Steps) -> None:
+        """Have the agent run steps, beside others; in a handler only."""
+        self.agent._running.append((self.number, steps))
+
+    def queues(self) -> dict[int, StepQueue]:
+        """Return a queue of steps for each node, made at its first use."""
+        return defaultdict(lambda: StepQueue(self._run_steps))
+
+
+class StepQueue:
+    """Steps of an agent that it runs one after the other; ``run`` makes it run some."""
+
+    def __init__(self, run: Callable[[Steps], None]) -> None:
+        self._run, self._running = run, False
+        self._waiting: deque[Steps] = deque()
+
+    def add(self, steps: Steps) -> None:
+        """Run steps after those that were added before."""
+        self._waiting.append(steps)
+        if not self._running:
+            self._running = True
+            self._run(self._run_all())
+
+    def _run_all(self) -> Steps:
+        while self._waiting:
+            yield from self._waiting.popleft()
+        self._running = False
 
 
 class Agent:
@@ -61,9 +106,6 @@ class Agent:
 
     `Agent.of` returns one agent for each group. Its thread runs as long as there are
     services.
-
-    Args:
-        group: The ranks, on several nodes.
 
     Attributes:
         comm: Communicator of all ranks, for the messages of agents only.
@@ -127,6 +169,15 @@ class Agent:
         """Whether the agent of a node is lost, and its node with it."""
         return self.leaders[node] in self._group.lost
 
+    def in_turn(self, nodes: Iterable[int]) -> list[int]:
+        """Return nodes in an order that begins after this one.
+
+        All nodes send at a time. If all began with the same node, its link would delay
+        them while others are idle.
+        """
+        count = len(self.leaders)
+        return sorted(nodes, key=lambda node: (node - self.node - 1) % count)
+
     def describe(self, nodes: Iterable[int]) -> str:
         """Return nodes as text: ``node h3 (leader rank 6)``; for messages."""
         found = sorted(nodes)
@@ -139,11 +190,12 @@ class Agent:
         """Add a service; return its number, the same on all ranks. Collective.
 
         All ranks add and remove their services in the same order. Requests that come
-        before this rank has added the service wait for it.
+        before this rank has added the service wait for it; then they come at once.
         """
         # Another rank may still be about to remove the last one.
         used = {*self._services, self._removed}
         number = next(n for n in itertools.count() if n not in used)
+        service.agent, service.number = self, number
         self._services[number] = service
         if len(self._services) == 1 and self.is_leader:
             self._start()
@@ -182,9 +234,8 @@ class Agent:
     ) -> tuple[int, Exception | None]:
         """Wait for requests to a service, and for those of this rank.
 
-        Returns:
-            How many requests to the service this rank has sent, none of them during
-            these waits; and the error of a wait.
+        Returns how many requests to the service this rank has sent, none of them during
+        these waits; and the error of a wait.
         """
         sent = -1
         while sent != self._requests[number]:
@@ -254,11 +305,14 @@ class Agent:
         deadline: Deadline,
         missing: Callable[[], str],
     ) -> None:
-        """Wait until something is true; on leaders only.
+        """Wait until something is true.
 
-        The thread of the agent looks. If this one polled, both would take the
-        interpreter from each other.
+        On leaders the thread of the agent looks: if this one polled, both would take
+        the interpreter from each other.
         """
+        if not self.is_leader:
+            deadline.wait(lambda: fact() or None, missing)
+            return
         woken = Wake()
         with self._looking:
             self._facts.append((fact, woken))
@@ -267,14 +321,6 @@ class Agent:
         finally:
             with self._looking:
                 self._facts.remove((fact, woken))
-
-    def tag(self, number: int, channel: int = 0) -> int:
-        """Return the tag of a channel for data of a service."""
-        return _DATA + _CHANNELS * number + channel
-
-    def run(self, number: int, steps: Steps) -> None:
-        """Run the steps of a service beside its others; in a handler only."""
-        self._running.append((number, steps))
 
     # The thread
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hpcaccum.deadline import EAGER, Deadline
 from hpcaccum.errors import InvalidArgumentError, LostRankError, WaitTimeoutError
 from hpcaccum.mpi import begun, is_complete, receive
-from hpcaccum.nodes.agent import Agent
+from hpcaccum.nodes.agent import Agent, Service
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -27,9 +27,6 @@ _ERRORS = (InvalidArgumentError, LostRankError, WaitTimeoutError)
 
 class Call:
     """A call that has begun.
-
-    Args:
-        calls: What it belongs to.
 
     Attributes:
         sent: The request of MPI for its message.
@@ -65,23 +62,21 @@ class Call:
         return answer
 
 
-class Calls:
+class Calls(Service):
     """Has the agent of a rank's node call a function. Collective.
 
     A call is one message, and its answer another one. The agent makes the calls of one
     rank in the order in which they began. Several threads may make calls at a time.
 
     Args:
-        group: The ranks, on several nodes.
+        group, what: The ranks, on several nodes; the name for messages.
         root: The rank whose agent calls the function.
         function: Called with the calling rank and what it has passed, by the thread of
             the agent, and maybe before this returns; it must be fast, or return steps
             (a generator) that yield whether they have done something. Results are
             pickled, and never None. Errors of hpcaccum are raised by `Call.result`.
-        what: Name for messages.
 
     Attributes:
-        what: As given.
         near: Whether this rank is on the node of that agent.
         leads: Whether the agent is a thread of this rank.
 
@@ -93,18 +88,15 @@ class Calls:
         self, group: Group, root: int, function: Callable[..., Any], what: str
     ) -> None:
         self._group, self._function, self.what = group, function, what
-        node = group.node_of[root]
-        self._agent = Agent.of(group)
-        self._leader, self._node = self._agent.leaders[node], node
+        agent, node = Agent.of(group), group.node_of[root]
+        self._leader, self._node = agent.leaders[node], node
         self.near, self.leads = node == group.node_number, group.rank == self._leader
         # The calls that have no answer, by number; 0 is that of a call without one.
         self._open: dict[int, Call] = {}
         self._numbers = itertools.count(1)
         self._freed = False
         # Last: other ranks may call at once.
-        self._tag: int | None = None
-        self._number = self._agent.add(self)
-        self._tag = self._agent.tag(self._number)
+        agent.add(self)
 
     def begin(self, *question: Any) -> Call:
         """Begin a call, and do not wait for its result."""
@@ -113,7 +105,7 @@ class Calls:
         number = next(self._numbers)
         # First: another thread may receive the answer.
         call = self._open[number] = Call(self)
-        call.sent = self._agent.ask(self._leader, self._number, number, *question)
+        call.sent = self.agent.ask(self._leader, self.number, number, *question)
         return call
 
     def call(self, *question: Any) -> Any:
@@ -122,22 +114,21 @@ class Calls:
 
     def run(self, *question: Any) -> None:
         """Have the agent, a thread of this rank, call the function; do not wait."""
-        self._agent.request(self._node, self._number, 0, *question)
+        self.tell([self._node], 0, *question)
 
     def wake(self) -> None:
         """Have the agent of this rank's node look for work often now."""
-        self._agent.wake()
+        self.agent.wake()
 
     def receive(self) -> None:
         """Receive the answers that have arrived."""
-        assert self._tag is not None
-        while found := receive(self._agent.comm, self._tag):
+        while found := receive(self.agent.comm, self.tag()):
             number, answer = found[1]
             self._open.pop(number).answer = answer
 
     def missing(self) -> str:
         """Return what a call waits for, for messages."""
-        return f"the answer of the agent of {self._agent.describe([self._node])}"
+        return f"the answer of the agent of {self.agent.describe([self._node])}"
 
     def wait(
         self,
@@ -156,13 +147,11 @@ class Calls:
             if time.monotonic() < polls_until:
                 os.sched_yield()
             else:
-                self._agent.wait(changed, deadline, missing)
+                self.agent.wait(changed, deadline, missing)
         return found
 
     def handle(self, source: int, call: int, *question: Any) -> Steps:
         """Return the steps that answer a call."""
-        while self._tag is None:
-            yield False
         try:
             answer = self._function(source, *question)
             if isinstance(answer, GeneratorType):
@@ -173,8 +162,8 @@ class Calls:
             yield from self._answer(source, call, answer)
 
     def _answer(self, rank: int, call: int, answer: Any) -> Generator[bool]:
-        comm = self._agent.comm
-        request = begun(comm.isend, (call, answer), rank, self._tag)
+        comm = self.agent.comm
+        request = begun(comm.isend, (call, answer), rank, self.tag())
         while not is_complete(request):
             yield False
 
@@ -190,5 +179,5 @@ class Calls:
         except WaitTimeoutError as error:
             failure = error
         self._group.raise_together(f"{self.what}: calls", failure)
-        self._agent.discard(self._number)
+        self.agent.discard(self.number)
         self._freed = True

@@ -9,11 +9,10 @@ import numpy as np
 
 from hpcaccum.errors import LostRankError
 from hpcaccum.mpi import AtomicWords, NodeMemory, keep
-from hpcaccum.nodes.agent import Agent
-from hpcaccum.nodes.change import Change
+from hpcaccum.nodes.agent import Agent, Service
 from hpcaccum.nodes.transfer import (
     Incoming,
-    PieceBuffers,
+    buffers_for,
     is_short,
     length,
     pieces_of,
@@ -23,7 +22,14 @@ from hpcaccum.spans import steps, traced
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+    from collections.abc import (
+        Collection,
+        Generator,
+        Iterable,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
 
     from hpcaccum.deadline import Deadline
     from hpcaccum.dtypes import Array
@@ -50,16 +56,14 @@ class LostNodeError(LostRankError):
     """Raised for a sum of vectors of which a node has some, and is lost."""
 
 
-class NodeParts:
+class NodeParts(Service):
     """One part of memory per rank, which the ranks of its node have mapped. Collective.
 
     All bytes are 0 at first. `AtomicWords` order the stores of a rank with the loads of
     other ranks, also through an agent.
 
     Args:
-        group: The ranks.
-        nbytes: Size of a part.
-        what: Name for messages.
+        group, nbytes, what: The ranks; the size of a part; the name for messages.
         takers: The ranks that call `sum`; by default all.
         longest: Bytes of the longest vector that it is called for; by default a part.
 
@@ -110,13 +114,12 @@ class NodeParts:
             # for, plus 1.
             self._done = AtomicWords(inside, 0, inside.size + 1)
             undo.callback(self._done.free)
-            self._agent = Agent.of(self._group)
+            agent = Agent.of(self._group)
             undo.pop_all()
-        self._changed = Change(made_here=self._agent.is_leader)
-        self._number = self._agent.add(self)
         self._awaited = inside.size
         # Whether the agent writes a result, which a rank may have given up meanwhile.
         self._collecting = False
+        agent.add(self)
         self._group.allgather(None, f"{self._what}: memory of nodes")
 
     def is_here(self, rank: int) -> bool:
@@ -125,7 +128,7 @@ class NodeParts:
 
     def is_lost(self, rank: int) -> bool:
         """Whether the part of a rank lies on a node that is lost."""
-        return not self.mapped and self._agent.is_gone(self._group.node_of[rank])
+        return not self.mapped and self.agent.is_gone(self._group.node_of[rank])
 
     def view(self, place: Place, count: int, dtype: np.dtype[Any]) -> Array:
         """Return elements of a part of this node, or of a copy, as a view."""
@@ -179,17 +182,16 @@ class NodeParts:
             LostNodeError: If one of them is lost.
         """
         nodes = self.by_node(places)
-        if self._agent.is_leader and all(
+        if self.agent.is_leader and all(
             self._has(node, there, copied) for node, there in nodes.items()
         ):
             return self._sum_here(nodes.values(), count, dtype, divisor)
         self._sums += 1
         call = self._rank_inside, self._sums
-        order, agent = (list(places), count, dtype.str), self._agent
-        request = "collect", call, order, divisor, list(copied)
-        agent.request(agent.node, self._number, *request)
+        order = list(places), count, dtype.str
+        self.tell([self.agent.node], "collect", call, order, divisor, list(copied))
         try:
-            self._changed.wait(
+            self.agent.wait(
                 lambda: abs(self._done.read(call[0])) == call[1],
                 deadline,
                 self._missing,
@@ -224,26 +226,31 @@ class NodeParts:
         divisor: float,
     ) -> Array:
         """Do as the agent, by the thread that needs the sum."""
-        sums: list[Array] = []
-        factors: list[float] = []
-        out = np.empty(count, dtype)
+        whole, out = [slice(0, count)], np.empty(count, dtype)
+        sums = [self._sum_of(places, whole, np.empty_like(out)) for places in nodes]
         with np.errstate(all="ignore"):
-            for places in nodes:
-                vectors = [self.view(place, count, dtype) for place in places]
-                weights = [place.factor for place in places]
-                if len(vectors) > 1:
-                    total = np.empty(count, dtype)
-                    add_in_order(vectors, total, factors=weights)
-                    vectors, weights = [total], [1.0]
-                sums += vectors
-                factors += weights
-            add_in_order(sums, out, divisor, factors=factors)
+            add_in_order(sums, out, divisor)
         return out
+
+    def _sum_of(self, places: Sequence[Place], piece: Piece, total: Array) -> Array:
+        """Return a piece of the sum of vectors of this node, maybe as a view of one."""
+        vectors = [self.view(place, piece[-1].stop, total.dtype) for place in places]
+        factors = [place.factor for place in places]
+        if len(vectors) == len(piece) == 1 and factors == [1]:
+            return vectors[0][piece[0]]
+        begin = 0
+        for each in piece:
+            parts = [vector[each] for vector in vectors]
+            end = begin + parts[0].size
+            with np.errstate(all="ignore"):
+                add_in_order(parts, total[begin:end], factors=factors)
+            begin = end
+        return total
 
     def _missing(self) -> str:
         """Return whose sum the agent of this node waits for; its own if for none."""
         node = self._done.read(self._awaited) - 1
-        agent = self._agent
+        agent = self.agent
         return f"the sum of {agent.describe([agent.node if node < 0 else node])}"
 
     def by_node(self, places: Sequence[Place]) -> dict[int, list[Place]]:
@@ -255,16 +262,12 @@ class NodeParts:
 
     # The agent
 
-    def handle(self, source: int, kind: str, *request: Any) -> Steps:
-        """Return the steps that collect a sum, or send that of this node."""
-        if kind == "collect":
-            return self._collect(*request)
-        places, count, name = request
-        tag = self._agent.tag(self._number)
-        whole = [slice(0, count)]
-        return self.sending(source, tag, places, np.dtype(name), whole)
+    def _do_send(self, rank: int, places: list[Place], count: int, name: str) -> Steps:
+        """Send a sum of this node."""
+        dtype, whole = np.dtype(name), [slice(0, count)]
+        return self.sending(rank, self.tag(), places, dtype, whole)
 
-    def _collect(
+    def _do_collect(
         self,
         call: tuple[int, int],
         order: tuple[list[Place], int, str],
@@ -278,25 +281,23 @@ class NodeParts:
             return
         self._collecting, kept = True, set(copied)
         places, count, name = order
-        dtype, agent = np.dtype(name), self._agent
+        dtype, mine = np.dtype(name), self.agent.leaders[self.agent.node]
         for node, there in self.by_node(places).items():
             if not self._has(node, there, kept):
-                agent.request(node, self._number, "send", there, count, name)
+                self.tell([node], "send", mine, there, count, name)
         result = self._result[: count * dtype.itemsize].view(dtype)
-        tag = agent.tag(self._number)
         whole = [slice(0, count)]
         rank, number = call
         try:
-            yield from self.collecting(tag, places, whole, divisor, result, kept)
+            yield from self.collecting(self.tag(), places, whole, divisor, result, kept)
         except LostNodeError:
             number = -number
         self._collecting = False
         self._done.write(rank, number)
-        self._changed.announce()
 
     def _has(self, node: int, places: Sequence[Place], copied: Collection[int]) -> bool:
         """Whether this agent has all vectors of a node, or copies."""
-        return node == self._agent.node or all(p.rank in copied for p in places)
+        return node == self.agent.node or all(p.rank in copied for p in places)
 
     @traced("receive", wrap=steps)
     def collecting(
@@ -310,78 +311,71 @@ class NodeParts:
     ) -> Steps:
         """Set ``out`` to ranges of a sum over nodes, each of which sends its own.
 
-        It raises LostNodeError if one of them is lost.
-
-        Args:
-            tag: Of the messages.
-            places: As for `sum`.
-            divisor: Likewise.
-            ranges: Elements of the vectors; they lie one after the other in ``out``.
-            out: A vector of the dtype of the sum.
-            copied: As for `sum`. Nodes of which all vectors are copied send nothing.
+        The ranges lie one after the other in ``out``. Nodes of which all vectors are
+        copied send nothing. It raises LostNodeError if one of the others is lost.
         """
         dtype, position = out.dtype, 0
-        sources: dict[int, Incoming | _Here] = {}
-        for node, there in self.by_node(places).items():
+        here: dict[int, Iterator[Array]] = {}
+        incoming: dict[int, Incoming] = {}
+        comm, leaders, nodes = self.agent.comm, self.agent.leaders, self.by_node(places)
+        for node, there in nodes.items():
             if self._has(node, there, copied):
-                sources[node] = _Here(self, there, ranges, dtype)
+                here[node] = self._pieces_here(there, ranges, dtype)
             else:
-                sources[node] = self._incoming(node, tag, ranges, dtype)
+                buffers = buffers_for(ranges, dtype)
+                incoming[node] = Incoming(comm, leaders[node], tag, buffers)
         for piece in pieces_of(ranges, dtype.itemsize):
+            # While the others travel.
+            parts = {node: next(pieces) for node, pieces in here.items()}
             try:
-                parts = yield from self._first_of(sources)
+                parts |= yield from self._first_of(incoming)
             except LostNodeError:
-                yield from self._discard(sources)
+                yield from self._discard(incoming)
                 raise
             end = position + length(piece)
             with np.errstate(all="ignore"):
-                add_in_order(parts, out[position:end], divisor)
+                vectors = [parts[node] for node in nodes]
+                add_in_order(vectors, out[position:end], divisor)
             position = end
-            for each in sources.values():
+            for each in incoming.values():
                 each.take()
             yield True
         self._done.store_unordered(self._awaited, 0)
 
-    def _discard(self, sources: Mapping[int, Incoming | _Here]) -> Steps:
+    def _discard(self, incoming: Mapping[int, Incoming]) -> Steps:
         """Receive what other nodes send, so that no later sum receives it."""
-        for node, each in sources.items():
-            if isinstance(each, _Here):
-                continue
+        for node, each in incoming.items():
             # MPI may still write to the memory of a message that never comes.
             keep(each)
-            while not (each.complete or self._agent.is_gone(node)):
+            while not (each.complete or self.agent.is_gone(node)):
                 if each.first() is None:
                     yield False
                 else:
                     each.take()
 
     def _first_of(
-        self, sources: Mapping[int, Incoming | _Here]
-    ) -> Generator[bool, None, list[Array]]:
-        """Wait until the sums of all nodes have their next piece; return them."""
-        parts: list[Array] = []
-        for node, each in sources.items():
+        self, incoming: Mapping[int, Incoming]
+    ) -> Generator[bool, None, dict[int, Array]]:
+        """Wait until the sums of other nodes have their next piece; return them."""
+        parts: dict[int, Array] = {}
+        for node, each in incoming.items():
             if each.first() is None:
                 # For messages only.
                 self._done.store_unordered(self._awaited, node + 1)
             while (part := each.first()) is None:
-                if self._agent.is_gone(node):
+                if self.agent.is_gone(node):
                     raise LostNodeError
                 yield False
-            parts.append(part)
+            parts[node] = part
         return parts
 
-    def _incoming(
-        self, node: int, tag: int, ranges: Sequence[slice], dtype: np.dtype[Any]
-    ) -> Incoming:
-        buffers = PieceBuffers(ranges, dtype)
-        return Incoming(
-            self._agent.comm,
-            self._agent.leaders[node],
-            tag,
-            pieces_of(ranges, dtype.itemsize),
-            lambda piece: buffers.get(length(piece)),
-        )
+    def _pieces_here(
+        self, places: Sequence[Place], ranges: Sequence[slice], dtype: np.dtype[Any]
+    ) -> Iterator[Array]:
+        """Yield the pieces of ranges of the sum of vectors of this node."""
+        buffers = buffers_for(ranges, dtype)
+        for piece in pieces_of(ranges, dtype.itemsize):
+            yield self._sum_of(places, piece, next(buffers))
 
     @traced("send", lambda args, _: {"to": args[1]}, steps)
     def sending(
@@ -392,69 +386,14 @@ class NodeParts:
         dtype: np.dtype[Any],
         ranges: Sequence[slice],
     ) -> Steps:
-        """Send ranges of the sum of vectors of this node to an agent; see `collecting`.
-
-        Args:
-            rank: Of the agent.
-            tag: Of the messages.
-            places: As for `sum`.
-            dtype: Likewise.
-            ranges: As for `collecting`.
-        """
-        here = _Here(self, places, ranges, dtype)
-
-        def piece(_: Piece) -> Array:
-            part = here.first()
-            here.take()
-            return part
-
-        pieces = pieces_of(ranges, dtype.itemsize)
-        return send_pieces(self._agent.comm, rank, tag, pieces, piece)
+        """Send ranges of the sum of vectors of this node to the agent of a rank."""
+        pieces = self._pieces_here(places, ranges, dtype)
+        return send_pieces(self.agent.comm, rank, tag, pieces)
 
     def free(self) -> None:
         """Free the memory. Collective. Views stay valid."""
         if not self.mapped:
-            self._agent.remove(self._number, f"{self._what}: free")
+            self.agent.remove(self.number, f"{self._what}: free")
             self._done.free()
         self._parts, self._result = {}, np.empty(0, np.uint8)
         self._kept.clear()
-
-
-class _Here:
-    """The sum of vectors of this node, with the interface of `Incoming`."""
-
-    def __init__(
-        self,
-        parts: NodeParts,
-        places: Sequence[Place],
-        ranges: Sequence[slice],
-        dtype: np.dtype[Any],
-    ) -> None:
-        end = max((each.stop for each in ranges), default=0)
-        self._vectors = [parts.view(place, end, dtype) for place in places]
-        self._factors = [place.factor for place in places]
-        self._pieces = pieces_of(ranges, dtype.itemsize)
-        self._buffers = PieceBuffers(ranges, dtype)
-        self._first: Array | None = None
-
-    def first(self) -> Array:
-        """Return the first piece that was not taken."""
-        if self._first is None:
-            self._first = self._sum(next(self._pieces))
-        return self._first
-
-    def _sum(self, piece: Piece) -> Array:
-        if len(self._vectors) == len(piece) == 1 and self._factors == [1]:
-            return self._vectors[0][piece[0]]
-        total, position = self._buffers.get(length(piece)), 0
-        for each in piece:
-            end = position + each.stop - each.start
-            vectors = [vector[each] for vector in self._vectors]
-            with np.errstate(all="ignore"):
-                add_in_order(vectors, total[position:end], factors=self._factors)
-            position = end
-        return total
-
-    def take(self) -> None:
-        """Take the first piece."""
-        self._first = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from hpcaccum.mpi import begun, is_complete
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from mpi4py import MPI as mpi4py_MPI
 
@@ -56,9 +57,10 @@ def pieces_of(ranges: Sequence[slice], itemsize: int) -> Iterator[Piece]:
                 piece, room = Piece(), most
 
 
-def one_range(vector: Array) -> Callable[[Piece], Array]:
-    """Return what gives the elements of a piece that is one range."""
-    return lambda piece: vector[piece[0]]
+def pieces_in(vector: Array) -> Iterator[Array]:
+    """Yield the pieces of a vector, as views."""
+    whole = slice(0, vector.size)
+    return (vector[piece[0]] for piece in pieces_of([whole], vector.itemsize))
 
 
 def length(piece: Piece) -> int:
@@ -66,63 +68,42 @@ def length(piece: Piece) -> int:
     return sum(each.stop - each.start for each in piece)
 
 
-class PieceBuffers:
-    """A few vectors that take turns, each of the length of the longest piece."""
-
-    def __init__(self, ranges: Sequence[slice], dtype: np.dtype[Any]) -> None:
-        pieces = pieces_of(ranges, dtype.itemsize)
-        longest = max(map(length, pieces), default=0)
-        self._vectors = np.empty((_IN_FLIGHT, longest), dtype)
-        self._next = 0
-
-    def get(self, count: int) -> Array:
-        """Return the first elements of the vector whose turn it is."""
-        vector: Array = self._vectors[self._next % _IN_FLIGHT]
-        self._next += 1
-        return vector[:count]
+def buffers_for(ranges: Sequence[slice], dtype: np.dtype[Any]) -> Iterator[Array]:
+    """Yield memory for the pieces of ranges; a few vectors take turns."""
+    longest = max(map(length, pieces_of(ranges, dtype.itemsize)), default=0)
+    vectors = itertools.cycle(np.empty((_IN_FLIGHT, longest), dtype))
+    pieces = pieces_of(ranges, dtype.itemsize)
+    return (
+        vector[: length(piece)] for vector, piece in zip(vectors, pieces, strict=False)
+    )
 
 
 def send_pieces(
-    comm: mpi4py_MPI.Intracomm,
-    rank: int,
-    tag: int,
-    pieces: Iterator[Piece],
-    piece: Callable[[Piece], Array],
+    comm: mpi4py_MPI.Intracomm, rank: int, tag: int, pieces: Iterator[Array]
 ) -> Steps:
     """Send a vector to another agent.
 
-    Args:
-        comm: Communicator of the agents.
-        rank: The other one.
-        tag: Of the vector.
-        pieces: Its pieces.
-        piece: Returns the contents of a piece. It may overwrite what it returned
-            `_IN_FLIGHT` pieces before, such as `PieceBuffers` do.
+    The contents of a piece may overwrite those of the one `_IN_FLIGHT` pieces before,
+    as those of `buffers_for` do.
     """
     requests: deque[Any] = deque()
-    for each in pieces:
-        while len(requests) == _IN_FLIGHT:
-            if is_complete(requests[0]):
-                requests.popleft()
-            else:
-                yield False
-        requests.append(begun(comm.Isend, _bytes(piece(each)), rank, tag))
-        yield True
-    while requests:
-        if is_complete(requests[0]):
+    more = True
+    while more or requests:
+        if more and len(requests) < _IN_FLIGHT:
+            if more := (piece := next(pieces, None)) is not None:
+                requests.append(begun(comm.Isend, _bytes(piece), rank, tag))
+                yield True
+        elif is_complete(requests[0]):
             requests.popleft()
         else:
             yield False
 
 
 class Incoming:
-    """A vector that another agent sends with `send_pieces`.
+    """A vector that another agent sends with `send_pieces`, in memory for each piece.
 
-    Args:
-        comm, rank, tag: As for `send_pieces`, with the rank of the sender.
-        pieces: Its pieces.
-        place: Returns the memory for a piece; that of the piece `_IN_FLIGHT` before is
-            free by then.
+    When the memory for a piece is asked for, that of the one `_IN_FLIGHT` pieces before
+    is free.
     """
 
     def __init__(
@@ -130,19 +111,15 @@ class Incoming:
         comm: mpi4py_MPI.Intracomm,
         rank: int,
         tag: int,
-        pieces: Iterator[Piece],
-        place: Callable[[Piece], Array],
+        places: Iterator[Array],
     ) -> None:
-        self._comm, self._rank, self._tag = comm, rank, tag
-        self._pieces, self._place = pieces, place
+        self._comm, self._rank, self._tag, self._places = comm, rank, tag, places
         self._receiving: deque[tuple[Any, Array]] = deque()
         for _ in range(_IN_FLIGHT):
             self._receive()
 
     def _receive(self) -> None:
-        piece = next(self._pieces, None)
-        if piece is not None:
-            place = self._place(piece)
+        if (place := next(self._places, None)) is not None:
             request = begun(self._comm.Irecv, _bytes(place), self._rank, self._tag)
             self._receiving.append((request, place))
 

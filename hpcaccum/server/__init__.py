@@ -5,7 +5,7 @@ root is the rank that decides what makes each update; users call it the host.
 
 gradients: A rank writes its gradient as one vector (`wire_format`) and submits it to an
     `Inbox`, of which there are two: `QuorumInbox`, and `BoundedStalenessInbox` with an
-    `update_queue` and the factors of late gradients (`lateness`).
+    `update_queue`.
 updates: A server runs an `UpdateLoop`, which updates what the server has of the center:
     all of it, or a `part`. On one node, `node_update` divides an update among the ranks
     that wait.
@@ -14,7 +14,7 @@ parameters: The loop gives them to the `Publisher`: each node has a `double_buff
     are sparse, `parameter_copies` copies and sends only the rows that are in a
     `RowLog`.
 several servers: The root runs an `OrderLoop`. Each server gets its gradients from
-    `Orders`, which an `OrderAgent` on each node carries. `Questions` of the root to the
+    `Orders`, which the agent of each node carries. `Questions` of the root to the
     servers are answered between two updates.
 
 Imports `accumulator`, `nodes`, `rows`, `mpi`, `device` and the modules below them.
@@ -24,12 +24,11 @@ from __future__ import annotations
 
 from hpcaccum.server.bounded_staleness import BoundedStalenessInbox
 from hpcaccum.server.inbox import Inbox
-from hpcaccum.server.lateness import Lateness, factors_of
 from hpcaccum.server.options import LARGE, ServerOptions, Servers, check_nodes, spread
 from hpcaccum.server.part import joined
-from hpcaccum.server.publisher import Publisher
 from hpcaccum.server.quorum import QuorumInbox
 from hpcaccum.server.server import ParameterServer, ServerState, check_first_step
+from hpcaccum.server.update_queue import Lateness, factors_of
 from hpcaccum.server.wire_format import gradients_by_name
 
 __all__ = [
@@ -38,7 +37,6 @@ __all__ = [
     "Inbox",
     "Lateness",
     "ParameterServer",
-    "Publisher",
     "QuorumInbox",
     "ServerOptions",
     "ServerState",

@@ -17,7 +17,7 @@ from hpcaccum.accumulator import Batch, Receipt
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import Pinned
 from hpcaccum.nodes import Calls, NodeParts, Place
-from hpcaccum.server.update_queue import COPIED, NOBODY, UpdateQueue
+from hpcaccum.server.update_queue import COPIED, NOBODY, Found, UpdateQueue
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import Call
-    from hpcaccum.server.lateness import Factors
+    from hpcaccum.server.update_queue import Factors
 
 
 class BoundedStalenessInbox:
@@ -47,18 +47,16 @@ class BoundedStalenessInbox:
     is not in its place then is lost: its update changes nothing.
 
     Args:
-        group: The ranks.
+        group, what: The ranks; what messages begin with.
         root: The rank that applies the gradients.
         size, dtype: Of a gradient, a flat vector.
         max_lag: Largest lag that is admitted, in steps; infinity admits all gradients.
         workers: Number of ranks that submit, and may leave; all by default. If not
             all, the root does not submit.
         factors: Of gradients by their lag, the same on all ranks; all 1 by default.
-        what: Begins messages.
     """
 
     adds = needs_all = False
-    rate: float | None = None
 
     def __init__(
         self,
@@ -86,10 +84,9 @@ class BoundedStalenessInbox:
         # A view of mapped memory: a rank may use its buffer after `free`.
         self._buffer = self._view(group.rank)
         self._pinned: Pinned | None = None
-        # On the root, by step: whose gradient it is, and its factor, if these are known
-        # and it is not applied. Once its rank has the parameters, another one may get
-        # its place.
-        self._found: dict[int, tuple[int, float]] = {}
+        # On the root, by step: gradients that are not applied. Once the rank of one has
+        # the parameters, another one may get its place.
+        self._found: dict[int, Found] = {}
         # The step that the update of this rank's last gradient makes.
         self._submitted = 0
         # A call of an agent that has not answered.
@@ -98,7 +95,7 @@ class BoundedStalenessInbox:
         # on another node.
         self._calls: Calls | None = None
         if not group.single_node:
-            self._calls = Calls(group, root, self._submit_for, submit)
+            self._calls = Calls(group, root, self._admit, submit)
         self._remote = None if self.words.direct else self._calls
 
     def _view(self, rank: int) -> Array:
@@ -108,11 +105,6 @@ class BoundedStalenessInbox:
         """Return the contents of this rank's buffer if they may be sent at once."""
         place = Place(self._group.rank, 0)
         return self.parts.short(place, self._size, self._dtype)
-
-    @property
-    def step(self) -> int:
-        """The number of gradients admitted so far, plus the first step."""
-        return self._queue.step
 
     @property
     def membership(self) -> Membership:
@@ -177,29 +169,26 @@ class BoundedStalenessInbox:
             self.words.sync()
             self._unanswered = self._remote.begin(local_step, self._contents())
             return self._answer()
-        rank = self._group.rank
-        receipt = self._queue.admit(rank, local_step)
+        receipt = self._admit(self._group.rank, local_step)
         if receipt:
             self._submitted = receipt.global_step + 1
-            # The place may be that of a later gradient.
-            self.membership.check_counts(rank)
-            # The store of the word orders it after all stores to the buffer.
-            self._queue.put(receipt, rank)
-        self._queue.end_intent(rank)
-        self.counters.count(rank, receipt.accepted, receipt.lag)
         return receipt
 
-    def _submit_for(
-        self, rank: int, local_step: int, contents: bytes | None
+    def _admit(
+        self, rank: int, local_step: int, contents: bytes | None = None
     ) -> Receipt:
-        """Submit the gradient of another rank, which waits for the answer."""
+        """Submit the gradient of this rank, or of one that waits for the answer."""
         receipt, whose = self._queue.admit(rank, local_step), rank
-        if receipt and contents is not None:
-            self.parts.keep(Place(rank, 0), contents)
-            whose |= COPIED
+        if receipt:
+            # The place may be that of a later gradient.
+            self.membership.check_counts(rank)
+            if contents is not None:
+                self.parts.keep(Place(rank, 0), contents)
+                whose |= COPIED
         # First: a gradient that was applied is in the counts.
         self.counters.count(rank, receipt.accepted, receipt.lag)
         if receipt:
+            # The store of the word orders it after all stores to the buffer.
             self._queue.put(receipt, whose)
         self._queue.end_intent(rank)
         return receipt
@@ -234,10 +223,10 @@ class BoundedStalenessInbox:
         self._found.pop(step, None)
 
     @traced("take", lambda args, _: {"step": args[1]})
-    def _wait_for(self, step: int, deadline: Deadline) -> int:
-        """Wait for the gradient admitted at a step; return what `_find` does."""
+    def _wait_for(self, step: int, deadline: Deadline) -> Found:
+        """Wait for the gradient admitted at a step."""
 
-        def find() -> int | None:
+        def find() -> Found | None:
             return self._find(step)
 
         def missing() -> str:
@@ -250,35 +239,34 @@ class BoundedStalenessInbox:
 
     def following(self, step: int) -> Batch | None:
         """Return the gradient admitted at ``step``; None if it has not arrived."""
-        whose = self._look(step)
-        return None if whose is None else self._batch(whose, step)
+        found = self._look(step)
+        return None if found is None else self._batch(found, step)
 
-    def _batch(self, whose: int, step: int) -> Batch:
+    def _batch(self, found: Found, step: int) -> Batch:
+        whose, factor = found
         rank = whose & NOBODY
         copied = [rank] if whose & COPIED else []
         is_lost = rank == NOBODY or (not copied and self.parts.is_lost(rank))
         places = [] if is_lost else [Place(rank, 0)]
-        _, factor = self._found.get(step, (whose, 1.0))
         return Batch(self.parts, places, self._dtype, 1, step, copied, factor)
 
-    def _look(self, step: int) -> int | None:
-        """Return whose gradient it is, also when another one has the place."""
+    def _look(self, step: int) -> Found | None:
+        """Return what was admitted, also when another one has the place."""
         if step not in self._found:
-            if (whose := self._queue.whose(step)) is None:
+            if (found := self._queue.find(step)) is None:
                 return None
-            self._found[step] = whose, self._queue.factor(step)
-        return self._found[step][0]
+            self._found[step] = found
+        return self._found[step]
 
-    def _find(self, step: int) -> int | None:
-        """Return whose gradient was admitted at a step; None: none yet."""
-        whose = self._look(step)
-        if whose is None and self._queue.is_lost(step):
+    def _find(self, step: int) -> Found | None:
+        """Return what was admitted at a step; None: nothing yet."""
+        found = self._look(step)
+        if found is None and self._queue.is_lost(step):
             # It may have come since, which is final then.
-            whose = self._look(step)
-            return NOBODY if whose is None else whose
-        if whose is None:
+            return self._look(step) or (NOBODY, 1.0)
+        if found is None:
             self._queue.check_comes(step)
-        return whose
+        return found
 
     def awaited(self, step: int) -> str | None:
         """Return which ranks a step waits for; None if its gradient has arrived."""

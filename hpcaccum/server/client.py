@@ -15,12 +15,12 @@ from hpcaccum.errors import NO_MORE_DATA, InvalidArgumentError, format_ranks
 from hpcaccum.mpi import Freeable
 from hpcaccum.rows import Rows
 from hpcaccum.server.double_buffer import step_of, version_of
+from hpcaccum.server.loop import UpdateLock
 from hpcaccum.server.node_update import NodeUpdate
 from hpcaccum.server.orders import Orders
 from hpcaccum.server.parameter_copies import Copier, SparseCopier
 from hpcaccum.server.part import Part, cut
 from hpcaccum.server.publisher import Publisher
-from hpcaccum.server.update_lock import UpdateLock
 from hpcaccum.server.wire_format import WireFormat
 from hpcaccum.spans import traced
 
@@ -40,14 +40,9 @@ _AT_A_TIME = 4
 class Client(Freeable):
     """One rank's connection to the center; the base of `ParameterServer`. Collective.
 
-    Makes the memory through which gradients and parameters travel. A rank pushes and
-    pulls from one thread at a time, but any thread may `read`.
-
-    Args:
-        group: The ranks.
-        servers: The rank that holds the center; or several that hold a part each, the
-            root first.
-        initial, make_inbox, what, rule, elementwise, capacities: See `ParameterServer`.
+    Makes the memory through which gradients and parameters travel. For the arguments
+    see `ParameterServer`. A rank pushes and pulls from one thread at a time, but any
+    thread may `read`.
 
     Attributes:
         waited: Seconds that this rank has waited in `push` and `pull`.
@@ -56,9 +51,9 @@ class Client(Freeable):
     def __init__(
         self,
         group: Group,
-        servers: Sequence[int],
         initial: Mapping[str, Array],
         make_inbox: MakeInbox,
+        servers: Sequence[int],
         what: str,
         *,
         rule: ElementwiseRule | None,
@@ -67,7 +62,7 @@ class Client(Freeable):
     ) -> None:
         self._group, self._what = group, what
         self._servers, self._root = servers, servers[0]
-        wire = self._wire = WireFormat(initial, capacities)
+        wire = self._wire = WireFormat.of(initial, capacities)
         with contextlib.ExitStack() as undo:
             self._inbox = make_inbox(wire.size, wire.gradients.dtype, wire.rows)
             undo.callback(self._inbox.free)
@@ -82,8 +77,21 @@ class Client(Freeable):
                 parts = [Part(wire, each, elementwise=elementwise) for each in slices]
             self._publisher = Publisher(group, servers, slices, self._copier, what)
             undo.callback(self._publisher.free)
-            self._orders = self._make_orders(initial, parts) if parts else None
-            if self._orders is not None:
+            self._orders: Orders | None = None
+            if parts:
+                # Each needs another part.
+                self._inbox.parts.sends_short = False
+                self._orders = Orders(
+                    group,
+                    servers,
+                    wire,
+                    initial,
+                    parts,
+                    self._inbox.parts,
+                    self._publisher,
+                    what,
+                    most=1 if self._inbox.adds else _AT_A_TIME,
+                )
                 undo.callback(self._orders.free)
             self._node_update = self._make_node_update(rule)
             undo.pop_all()
@@ -105,30 +113,9 @@ class Client(Freeable):
         self._coming = -1
         self.waited = 0.0
         # What `free` still has to call.
-        made = (
-            self._node_update,
-            self._inbox,
-            self._orders,
-            self._publisher,
-            self._copier,
-        )
+        parts_made = self._node_update, self._inbox, self._orders
+        made = *parts_made, self._publisher, self._copier
         self._to_free = [each.free for each in made if each is not None]
-
-    def _make_orders(self, initial: Mapping[str, Array], parts: list[Part]) -> Orders:
-        """Return what orders several servers to make updates."""
-        # Each needs another part.
-        self._inbox.parts.sends_short = False
-        return Orders(
-            self._group,
-            self._servers,
-            self._wire,
-            initial,
-            parts,
-            self._inbox.parts,
-            self._publisher,
-            self._what,
-            most=1 if self._inbox.adds else _AT_A_TIME,
-        )
 
     def _make_node_update(self, rule: ElementwiseRule | None) -> NodeUpdate | None:
         """Return how ranks share the work of updates, None if they cannot."""
@@ -336,7 +323,7 @@ class Client(Freeable):
 
     def _fetch_to(self, into: Mapping[str, Any]) -> Callable[[Array], None]:
         """Return a function that copies a vector of parameters to device arrays."""
-        self._publisher.pin()
+        self._publisher.copies.pin()
         buffer, whole = self._device_buffer(), slice(0, self._wire.parameters.size)
 
         def copy(flat: Array) -> None:

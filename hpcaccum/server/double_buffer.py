@@ -49,18 +49,7 @@ def writer_inside(group: Group, root: int) -> tuple[Group, int]:
 
 
 class DoubleBuffer:
-    """A flat vector on the root, with a step that increases. Collective.
-
-    Args:
-        group: Ranks of one node.
-        root: The rank that publishes.
-        size: Elements of the vector.
-        dtype: Of the vector.
-
-    Attributes:
-        size: Elements of the vector.
-        dtype: Of the vector.
-    """
+    """A vector on the root of a node, with a step that increases. Collective."""
 
     def __init__(self, group: Group, root: int, size: int, dtype: Any) -> None:
         self.size, self.dtype = size, np.dtype(dtype)
@@ -123,16 +112,14 @@ class DoubleBuffer:
 
     def read(self, use: Callable[[Array], None], deadline: Deadline) -> int:
         """Let ``use`` copy from the newest version; return its step."""
-        return deadline.wait(
-            lambda: self.try_read(use),
-            lambda: "a copy that no two updates of the parameters overtake",
-        )
 
-    def try_read(self, use: Callable[[Array], None]) -> int | None:
-        """Do as `read`; return None if an update has overwritten what was read."""
-        step, copy = self.newest()
-        use(self.copy(copy))
-        return step if self.has_kept(step, copy) else None
+        def read() -> int | None:
+            step, copy = self.newest()
+            use(self.copy(copy))
+            return step if self.has_kept(step, copy) else None
+
+        missing = "a copy that no two updates of the parameters overtake"
+        return deadline.wait(read, lambda: missing)
 
     def newest(self) -> tuple[int, int]:
         """Return the step and the number of the newest complete copy."""

@@ -1,8 +1,4 @@
-"""The contract of an inbox: where a parameter server takes its gradients from.
-
-An inbox is a policy of admission. There are two: `QuorumInbox` passes on the gradients
-of a quorum together, `BoundedStalenessInbox` each gradient separately.
-"""
+"""The contract of an inbox: where a parameter server takes its gradients from."""
 
 from __future__ import annotations
 
@@ -25,17 +21,18 @@ if TYPE_CHECKING:
 class Inbox(Protocol):
     """Gradients, flat vectors, on their way from the ranks to the server.
 
+    An inbox is a policy of admission. There are two: `QuorumInbox` passes on the
+    gradients of a quorum together, `BoundedStalenessInbox` each gradient separately.
+
     Attributes:
         adds: Whether the gradients of several ranks are added. The parameters of an
             update are then sent to their nodes unasked.
         needs_all: Whether each rank that has not left gives one gradient of each
             update, so that none is made without it.
-        rate: The learning rate of an update: the optimizer's own, None.
     """
 
     adds: bool
     needs_all: bool
-    rate: float | None
 
     @property
     def parts(self) -> NodeParts:
@@ -55,8 +52,7 @@ class Inbox(Protocol):
     def buffer(self, known: int = 0) -> Array:
         """Return the memory for this rank's next gradient.
 
-        Args:
-            known: A step whose parameters this rank has; it may spare a round trip.
+        This rank has the parameters of the step ``known``; it may spare a round trip.
         """
 
     def pin(self) -> None:
@@ -80,10 +76,6 @@ class Inbox(Protocol):
         The block of a ``with`` statement reads them; there are none if all of them were
         given up. At its end, their ranks may write new ones. If it raises, the next
         call gives the same gradients again, without those on a node that is lost.
-
-        Args:
-            step: The step now.
-            deadline: Of the call.
 
         Raises:
             WaitTimeoutError: If it does not arrive in time.

@@ -19,31 +19,24 @@ from hpcaccum.server.double_buffer import version_of
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from hpcaccum.dtypes import Array
     from hpcaccum.server.node_update import NodeUpdate
-    from hpcaccum.server.part import OwnPart, WholeCenter
+    from hpcaccum.server.part import Center
     from hpcaccum.server.publisher import Publisher
-    from hpcaccum.server.update_lock import UpdateLock
 
     Update = Callable[[dict[str, Any], float | None], object]
 
 
 class Source(Protocol):
-    """Where a loop gets gradients from: an `Inbox`, or `Orders`.
-
-    Attributes:
-        adds: See `Inbox`.
-        rate: The learning rate of the update; None for the optimizer's own.
-    """
+    """Where a loop gets gradients from: an `Inbox`, or `Orders`. See `Inbox`."""
 
     adds: bool
-    rate: float | None
 
     def next(self, step: int, deadline: Deadline) -> AbstractContextManager[Any]:
-        """Wait for the gradients that make step ``step + 1``; see `Inbox.next`."""
+        """Wait for the gradients that make step ``step + 1``."""
 
     def awaited(self, step: int) -> str | None:
         """Return what the update of a step lacks; None if only this rank's work."""
@@ -54,10 +47,7 @@ class Loop:
 
     In a thread of its own, or in the thread that calls `run`.
 
-    Args:
-        inbox: Where gradients come from.
-        lock: Held during each update.
-        what: Name for messages.
+    The ``lock`` is held during each update.
 
     Attributes:
         after_update: Called with the step after each update, before the next one.
@@ -139,19 +129,14 @@ class Loop:
 
 
 class UpdateLoop(Loop):
-    """Updates the center, or a part of it, on this rank.
+    """Updates the center, or a part of it, on this rank, and publishes it.
 
-    Args:
-        inbox, lock, what: See `Loop`.
-        part: What this rank has of the center.
-        publisher: Where it is published.
-        node_update: Has the center, and makes updates with the other ranks of the node;
-            None if it cannot.
+    If there is a ``node_update``, it has the center, and the other ranks of the node
+    help to update it.
 
     Attributes:
         update: Changes the center. Gets gradients by name, arrays or `IndexedSlices`;
             and a learning rate, or None for the optimizer's own.
-        center, slots: See `ParameterServer`.
     """
 
     update: Update
@@ -161,7 +146,7 @@ class UpdateLoop(Loop):
         inbox: Source,
         lock: UpdateLock,
         what: str,
-        part: WholeCenter | OwnPart,
+        part: Center,
         publisher: Publisher,
         node_update: NodeUpdate | None = None,
     ) -> None:
@@ -170,8 +155,6 @@ class UpdateLoop(Loop):
         self._kept: Mapping[str, Array] = {}
         # By variable: memory for a gradient times its factor.
         self._room: dict[str, Array] = {}
-        self.center = part.center
-        self.slots = None if node_update is None else node_update.slots
 
     def set_step(self, step: int) -> None:
         """Publish the center as that of a step, before any rank pushes or pulls."""
@@ -196,7 +179,7 @@ class UpdateLoop(Loop):
                     self._part.note(grads)
                     if batch.factor != 1:
                         grads = {n: self._scaled(n, grads[n], batch) for n in grads}
-                    self.update(grads, self._inbox.rate)
+                    self.update(grads, self._part.rate(batch))
                 self._part.write(flat)
             # A rank that gave one of several gradients waits for their update.
             waiting = [place.rank for place in batch.places] if self._inbox.adds else []
@@ -233,6 +216,68 @@ class UpdateLoop(Loop):
         self._kept = {}
         self._publish(version)
 
-    def release(self) -> None:
-        """Use no shared memory any more, so that it can be freed."""
-        self.center, self.slots, self._part.center = {}, None, {}
+
+class UpdateLock:
+    """Held by a server during each update, and by readers between two updates.
+
+    A waiting reader comes before the next update, however busy the server is: it holds
+    a gate that the server must pass. The thread that holds the lock may read again, so
+    a function that an update calls (a learning rate) may read too.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        # Reentrant, also for a signal handler that reads.
+        self._gate, self._lock = threading.RLock(), threading.RLock()
+        self._reader: int | None = None
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Hold the lock during an update.
+
+        No time limit: the ranks that wait for the update have one.
+        """
+        self._pass(self._gate)
+        try:
+            self._pass(self._lock)
+        finally:
+            self._gate.release()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _pass(self, lock: Any) -> None:
+        # Almost always free: a deadline would cost more than the lock.
+        if not lock.acquire(blocking=False):
+            deadline = Deadline(math.inf, f"{self._what}: update")
+            deadline.acquire(lock, lambda: "a read of this rank to end")
+
+    @contextlib.contextmanager
+    def reading(self, deadline: Deadline) -> Iterator[None]:
+        """Hold the lock between two updates."""
+        again = self.is_read_by_this_thread()
+        # Without the gate if this thread holds the lock: another reader may hold the
+        # gate while it waits for this one.
+        if not self._lock.acquire(blocking=False):
+            self._acquire_next(deadline)
+        try:
+            self._reader = threading.get_ident()
+            yield
+        finally:
+            if not again:
+                self._reader = None
+            self._lock.release()
+
+    def _acquire_next(self, deadline: Deadline) -> None:
+        """Acquire the lock before the next update."""
+        missing = "a read by another thread of this rank to end"
+        deadline.acquire(self._gate, lambda: missing)
+        try:
+            deadline.acquire(self._lock, lambda: "an update of this rank to end")
+        finally:
+            self._gate.release()
+
+    def is_read_by_this_thread(self) -> bool:
+        """Whether this thread prevents updates."""
+        return self._reader == threading.get_ident()

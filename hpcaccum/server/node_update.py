@@ -75,17 +75,15 @@ _APART = 8
 class ElementwiseRule(Protocol):
     """A rule of updates that changes each element independently of the others.
 
-    Attributes:
-        slots: Name to initial value of its slots, each a vector like the parameters.
+    Its ``slots`` are name to initial value, each a vector like the parameters.
     """
 
     slots: Mapping[str, float]
 
     def numbers(self) -> Sequence[float] | None:
-        """Return the numbers of the next update of all variables. The root only.
+        """Return at most 4 numbers of the next update of all variables. The root only.
 
-        Returns:
-            At most 4; None if the variables have had different numbers of updates.
+        None if the variables have had different numbers of updates.
         """
 
     def count(self) -> None:
@@ -106,10 +104,8 @@ class _Update(NamedTuple):
     """One update, as all ranks see it."""
 
     copy: Array
+    batch: Batch
     gradients: Sequence[Array]
-    factors: Sequence[float]
-    divisor: float
-    factor: float
     numbers: Sequence[float]
 
 
@@ -117,16 +113,11 @@ class NodeUpdate:
     """The center and its slots in memory of the node, and their updates. Collective.
 
     Args:
-        group: The ranks, on one node.
-        root: The rank that begins updates.
+        group, root: The ranks, on one node, and the one that begins updates.
         rule: Makes them; equal on all ranks.
         layout: Of the parameters, all of its dtype.
         parts: Where gradients lie, in the same dtype.
         copies: Where ranks read the parameters.
-
-    Attributes:
-        center: Name to array.
-        slots: For each slot of the rule, name to array.
     """
 
     def __init__(
@@ -201,8 +192,7 @@ class NodeUpdate:
     def apply(self, batch: Batch, copy: Array, deadline: Deadline) -> bool:
         """Update all variables, and write them to a copy; the root only.
 
-        Returns:
-            False if the rule cannot update all variables alike; nothing has changed.
+        False if the rule cannot update all variables alike; nothing has changed then.
         """
         numbers = self._rule.numbers()
         if numbers is None:
@@ -210,7 +200,8 @@ class NodeUpdate:
         self._rule.count()
         if self._pieces == 1:
             # Too short to share.
-            self._work_on(self._chunks(0), self._update(batch, copy, numbers))
+            gradients = batch.views(self._layout.size)
+            self._work_on(self._chunks(0), _Update(copy, batch, gradients, numbers))
             return True
         self._announce(batch, numbers)
         self._start(self._threads - 1)
@@ -276,12 +267,8 @@ class NodeUpdate:
         places = [*map(Place, ends[::2], ends[1::2], factors)]
         dtype = self._layout.dtype
         batch = Batch(self._parts, places, dtype, divisor, factor=factor)
-        return self._update(batch, self._copies.copy(copy), numbers)
-
-    def _update(self, batch: Batch, copy: Array, numbers: Sequence[float]) -> _Update:
         gradients = batch.views(self._layout.size)
-        factors, divisor = batch.factors, batch.divisor
-        return _Update(copy, gradients, factors, divisor, batch.factor, numbers)
+        return _Update(self._copies.copy(copy), batch, gradients, numbers)
 
     def help(self) -> None:
         """Work on the pieces of an update, if any are left."""
@@ -350,14 +337,14 @@ class NodeUpdate:
     def _work_on_chunk(
         self, chunk: slice, update: _Update, mean: Array, scratch: Array
     ) -> None:
-        value = self._center[chunk]
+        value, batch = self._center[chunk], update.batch
         gradients = [gradient[chunk] for gradient in update.gradients]
-        if len(gradients) == 1 and update.divisor == update.factor == 1:
+        if len(gradients) == 1 and batch.divisor == batch.factor == 1:
             mean = gradients[0]
         else:
-            add_at_once(gradients, mean, update.divisor, update.factors, scratch)
-        if update.factor != 1:
-            np.multiply(mean, update.factor, mean)
+            add_at_once(gradients, mean, batch.divisor, batch.factors, scratch)
+        if batch.factor != 1:
+            np.multiply(mean, batch.factor, mean)
         slots = [slot[chunk] for slot in self._slots]
         self._rule.update(value, mean, slots, scratch, update.numbers)
         update.copy[chunk] = value

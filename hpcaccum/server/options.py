@@ -113,14 +113,9 @@ def _name(group: Group, rank: int) -> str:
 def spread(host: int, group: Group, nbytes: int, *, divisible: bool) -> tuple[int, ...]:
     """Return the servers for "auto". Collective.
 
-    Args:
-        host: The first of them.
-        group: The ranks.
-        nbytes: Of the variables.
-        divisible: Whether a server can update any elements of them.
-
     Returns:
-        The host, and the first rank of each other node if the variables are large.
+        The host, and the first rank of each other node if the variables are large, and
+        ``divisible``: a server can update any elements of them.
     """
     if nbytes < LARGE or not divisible:
         return (host,)

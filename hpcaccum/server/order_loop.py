@@ -6,31 +6,29 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum.deadline import Deadline
-from hpcaccum.server.double_buffer import version_of
+from hpcaccum.mpi import bits
+from hpcaccum.server.double_buffer import step_of, version_of
 from hpcaccum.server.loop import Loop
+from hpcaccum.server.orders import END
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from hpcaccum.accumulator import Batch
+    from hpcaccum.nodes import Place
     from hpcaccum.server.inbox import Inbox
-    from hpcaccum.server.loop import UpdateLoop
+    from hpcaccum.server.loop import UpdateLock, UpdateLoop
     from hpcaccum.server.orders import Orders
-    from hpcaccum.server.update_lock import UpdateLock
 
 
 class OrderLoop(Loop):
     """Takes gradients and has all servers make an update of each batch.
 
-    Args:
-        inbox, lock, what: See `Loop`.
-        orders: To the servers.
-        part: The loop of this rank's own part, as the root is one of the servers.
+    The root is one of the servers: ``part`` is the loop of its own part.
 
     Attributes:
         rate: Returns the learning rate of the next update; None if servers find it.
-        last_answers: Of all servers after the last update, to the question None.
     """
 
     _inbox: Inbox
@@ -44,64 +42,105 @@ class OrderLoop(Loop):
         part: UpdateLoop,
     ) -> None:
         super().__init__(inbox, lock, what)
-        self._orders, self._part = orders, part
+        self._orders, self._part, self._publisher = orders, part, orders.publisher
         self.rate: Callable[[], float | None] = lambda: None
-        self.last_answers: list[Any] | None = None
+        # The step that was ordered last.
+        self._ordered = -1
+        # Of all servers after the last update, to the question None.
+        self._last_answers: list[Any] | None = None
 
     def set_step(self, step: int) -> None:
         """Begin with a step that all servers publish."""
-        self._step = step
-        self._orders.begin(step)
+        self._step = self._ordered = step
+        version = version_of(step)
+        self._publisher.announce(version)
+        for server in range(len(self._publisher.nodes)):
+            self._publisher.note_made(server, version)
+        self._orders.request("begin", version)
 
     @traced("update", lambda args, _: {"step": args[1].step + 1})
     def _make(self, batch: Batch, deadline: Deadline) -> None:
-        step = batch.step + 1
         with self._lock.updating():
-            self._order(step, batch)
-            version = version_of(step)
-            self._orders.wait_for_servers(version, deadline, self._order_ahead)
-            self._step = step
+            # Unless it was ordered already.
+            if batch.step == self._ordered:
+                self._order_next(batch)
+            version = version_of(batch.step + 1)
+            self._wait_for_servers(version, deadline, self._order_ahead)
+            self._step = batch.step + 1
 
-    def _order(self, step: int, batch: Batch) -> None:
-        """Order a step, unless it was ordered already."""
-        if step > self._orders.ordered:
-            # A rank that gave one of several gradients waits for their update.
-            self._orders.order(step, batch, self.rate(), awaited=self._inbox.adds)
+    def _order_next(self, batch: Batch) -> None:
+        """Order the step of a batch of gradients."""
+        rate = self.rate()
+        numbers = bits(math.nan if rate is None else rate), bits(batch.factor)
+        version, places = version_of(batch.step + 1), list(batch.places)
+        # A rank that gave one of several gradients waits for their update.
+        self._order(version, places, batch.divisor, numbers, self._inbox.adds)
+        self._ordered = batch.step + 1
+
+    def _order(
+        self,
+        version: int,
+        places: Sequence[Place],
+        divisor: float,
+        numbers: tuple[int, int],
+        awaited: bool,
+    ) -> None:
+        # Before any rank can have this version, `newest_version` must return it.
+        self._publisher.announce(version)
+        self._orders.request("order", version, places, divisor, numbers, awaited)
 
     def _order_ahead(self) -> None:
         """Order the next steps if their gradients are there, while there is memory."""
-        orders = self._orders
         # It is called before the next update.
         if self.after_update is not None:
             return
-        while (step := orders.ordered) < orders.made() + orders.buffers:
-            batch = self._inbox.following(step)
+        while self._ordered < step_of(self._publisher.made()) + self._orders.buffers:
+            batch = self._inbox.following(self._ordered)
             if batch is None:
                 return
-            self._order(step + 1, batch)
+            self._order_next(batch)
+
+    def _wait_for_servers(
+        self,
+        version: int,
+        deadline: Deadline,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Wait until all servers have made a version."""
+
+        def made() -> bool:
+            meanwhile()
+            return self._publisher.made() >= version
+
+        self._publisher.changed.wait(
+            made,
+            deadline,
+            lambda: self._publisher.under_way(version) or "its own agent",
+        )
 
     def wait_for_ordered(self, deadline: Deadline) -> None:
         """Wait until servers have made the updates that were ordered ahead."""
-        self._orders.wait_for_servers(version_of(self._orders.ordered), deadline)
+        self._wait_for_servers(version_of(self._ordered), deadline)
 
     def ask(self, question: Any) -> list[Any]:
         """Return the answers of all servers; after the last update, those to None."""
-        if self.last_answers is not None:
-            return self.last_answers
+        if self._last_answers is not None:
+            return self._last_answers
         deadline = Deadline(None, f"{self._what}: servers")
         return self._orders.questions.ask(question, deadline)
 
     def assign(self, deadline: Deadline) -> int:
         """Order all servers to assign what they kept; return its version."""
-        version = self._orders.order_again()
+        version = self._publisher.newest_version() + 1
+        self._order(version, [], 1, (0, 0), False)
         if self._thread is not None:
-            self._orders.wait_for_servers(version, deadline)
+            self._wait_for_servers(version, deadline)
         # Dedicated servers do it when they serve again.
         return version
 
     def come_back(self) -> None:
         """Let `run` and the loop of this rank's own part serve again."""
-        self.last_answers = None
+        self._last_answers = None
         self._part.end(Deadline(None, f"{self._what}: own part"))
         self._part.come_back()
 
@@ -112,10 +151,10 @@ class OrderLoop(Loop):
         deadline = Deadline(math.inf, f"{self._what}: end")
         # Another thread of this rank may ask, too.
         with self._lock.updating():
-            if self.last_answers is None:
+            if self._last_answers is None:
                 answers = self._orders.questions.ask(None, deadline)
-                self._orders.end()
-                self.last_answers = answers
+                self._orders.request("all_obey", END)
+                self._last_answers = answers
 
     def end(self, deadline: Deadline) -> None:
         """Wait until both threads have ended; see `Loop.end`."""

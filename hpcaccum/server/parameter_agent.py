@@ -8,13 +8,18 @@ so that all parts that a node gets are of one version.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpcaccum.nodes import Incoming, is_short, one_range, pieces_of, send_pieces
-from hpcaccum.server.agent_line import AgentLine
+from hpcaccum.nodes import (
+    Incoming,
+    Service,
+    StepQueue,
+    is_short,
+    pieces_in,
+    send_pieces,
+)
 from hpcaccum.server.parameter_copies import NOTHING, copying
 from hpcaccum.spans import steps, traced
 
@@ -24,41 +29,17 @@ if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
     from hpcaccum.nodes import Agent, Steps
     from hpcaccum.server.double_buffer import DoubleBuffer
-    from hpcaccum.server.parameter_copies import Copier
+    from hpcaccum.server.parameter_copies import Copier, Message
 
 # No version: of a node that has none.
 _NONE = -1
 
 
-@dataclass(eq=False)
-class _Snapshot:
-    """A message that agents send, while the server goes on.
-
-    Attributes:
-        message: Bytes.
-        version: Of the parameters.
-        since: See `Copier.draft`.
-        place: See `Draft`.
-        users: How many nodes it is being sent to.
-    """
-
-    message: Array
-    version: int
-    since: int = NOTHING
-    place: int = NOTHING
-    users: int = 0
-
-
-class ParameterAgent:
+class ParameterAgent(Service):
     """The service of one node's agent for a `Publisher`. Collective.
 
     Args:
-        agent: Runs it.
-        nodes: Of the servers; the first is the root's.
-        parts: Of the vector, of each server.
-        copier: Makes and reads messages.
-        copies: Where ranks of this node read.
-        own: Where the server of this node publishes its part, if there is one.
+        agent, nodes, parts, copier, copies, own: See `Publisher`.
         complete: Publishes to this node what ``copies.begin`` returned memory for.
 
     Attributes:
@@ -75,7 +56,6 @@ class ParameterAgent:
         own: DoubleBuffer | None,
         complete: Callable[[int], None],
     ) -> None:
-        self._line = AgentLine(agent)
         self._nodes, self._parts, self._copier = nodes, parts, copier
         self._copies, self._own, self._complete = copies, own, complete
         # On the root's node: the newest version; what each node has asked for last, and
@@ -85,10 +65,9 @@ class ParameterAgent:
         self._promised: dict[int, int] = {}
         # On a server's node: of each node, what is on its way, the last version sent,
         # and its place.
-        self.turns = self._line.queue()
-        self._sending = self._line.queues()
-        self._snapshots: list[_Snapshot] = []
-        self._drafting = False
+        self.turns, self._sending = StepQueue(self._run_steps), self.queues()
+        self._messages: list[Message] = []
+        self._reading = False
         self._sent: dict[int, int] = {}
         self._places: dict[int, int] = {}
         # The versions for which ranks of this node wait, and the one that it has asked
@@ -97,16 +76,7 @@ class ParameterAgent:
         self._asked: int | None = None
         self._receiving: int | None = None
         self._lacks: set[int] = set()
-        self._line.number = agent.add(self)
-
-    def request(self, nodes: Sequence[int], *request: Any) -> None:
-        """Send a request to the agents of nodes; any rank."""
-        self._line.tell(nodes, *request)
-
-    def handle(self, source: int, kind: str, *request: Any) -> Steps:
-        """Return the steps that carry out a request."""
-        steps: Steps | None = getattr(self, f"_do_{kind}")(*request)
-        return iter(()) if steps is None else steps
+        agent.add(self)
 
     # For the ranks of this node
 
@@ -121,7 +91,7 @@ class ParameterAgent:
         least = min(self._waiting, default=None)
         if least is not None and (self._asked is None or least < self._asked):
             self._asked = least
-            self._line.tell(self._nodes[:1], "want", self._line.node, least)
+            self.tell(self._nodes[:1], "want", self.agent.node, least)
 
     def expect(self, version: int) -> None:
         """Receive a version that several servers send to this node, after earlier ones.
@@ -129,9 +99,9 @@ class ParameterAgent:
         They do not announce it.
         """
         for server, part in enumerate(self._parts):
-            if self._nodes[server] != self._line.node:
+            if self._nodes[server] != self.agent.node:
                 nbytes = (part.stop - part.start) * self._copies.dtype.itemsize
-                self._line.run(self._do_take(server, version, nbytes, None))
+                self._run_steps(self._do_take(server, version, nbytes, None))
 
     _do_expect = expect
 
@@ -160,9 +130,8 @@ class ParameterAgent:
 
     @traced("receive", wrap=steps)
     def _receive(self, server: int, message: Array) -> Steps:
-        rank, tag = self._line.leaders[self._nodes[server]], self._line.tag()
-        pieces = pieces_of([slice(0, message.size)], 1)
-        incoming = Incoming(self._line.comm, rank, tag, pieces, one_range(message))
+        rank, tag = self.agent.leaders[self._nodes[server]], self.tag()
+        incoming = Incoming(self.agent.comm, rank, tag, pieces_in(message))
         while not incoming.complete:
             if incoming.first() is None:
                 yield False
@@ -213,9 +182,9 @@ class ParameterAgent:
 
     def send_promised(self, nodes: list[int]) -> None:
         """Have the servers send the newest version to nodes."""
-        self._line.tell(self._nodes, "send", self._newest, nodes)
+        self.tell(self._nodes, "send", self._newest, nodes)
         if len(self._parts) > 1:
-            self._line.tell(nodes, "expect", self._newest)
+            self.tell(nodes, "expect", self._newest)
 
     def _do_published(self, version: int, nodes: list[int], pushed: bool) -> None:
         """Send a version of a single server to nodes; not again if the root has."""
@@ -242,78 +211,76 @@ class ParameterAgent:
         while not published():
             yield False
         if nodes:
-            snapshot = yield from self._snapshot(NOTHING)
-            snapshot.users += len(nodes)
-            self._begin_to_send(version, nodes, snapshot)
+            message = yield from self._message(NOTHING)
+            message.users += len(nodes)
+            self._begin_to_send(version, nodes, message)
 
     def _begin_to_send(
-        self, version: int, nodes: list[int], snapshot: _Snapshot | None = None
+        self, version: int, nodes: list[int], message: Message | None = None
     ) -> None:
-        for node in self._line.in_turn(nodes):
-            self._sending[node].add(self._send_to(node, version, snapshot))
+        for node in self.agent.in_turn(nodes):
+            self._sending[node].add(self._send_to(node, version, message))
 
-    def _send_to(self, node: int, version: int, snapshot: _Snapshot | None) -> Steps:
-        """Send a snapshot to a node; by default, the newest version."""
-        if snapshot is None:
+    def _send_to(self, node: int, version: int, message: Message | None) -> Steps:
+        """Send a message to a node; by default, the newest version."""
+        if message is None:
             if self._sent.get(node, _NONE) >= version:
                 return
-            snapshot = yield from self._snapshot(self._places.get(node, NOTHING))
-            snapshot.users += 1
-        self._sent[node], self._places[node] = snapshot.version, snapshot.place
-        server = self._nodes.index(self._line.node)
-        message, nbytes = snapshot.message, snapshot.message.size
-        if node == self._line.node:
-            yield from self._do_take(server, snapshot.version, nbytes, message)
+            message = yield from self._message(self._places.get(node, NOTHING))
+            message.users += 1
+        self._sent[node], self._places[node] = message.version, message.place
+        server = self._nodes.index(self.agent.node)
+        data, take = message.data, (server, message.version, message.data.size)
+        if node == self.agent.node:
+            yield from self._do_take(*take, data)
         elif len(self._parts) > 1:
-            yield from self._send(node, message)
+            yield from self._send(node, data)
         else:
-            contents = message.tobytes() if is_short(nbytes) else None
-            take = "take", server, snapshot.version, nbytes, contents
-            self._line.tell([node], *take)
+            contents = data.tobytes() if is_short(data.size) else None
+            self.tell([node], "take", *take, contents)
             if contents is None:
-                yield from self._send(node, message)
-        snapshot.users -= 1
+                yield from self._send(node, data)
+        message.users -= 1
 
-    @traced("send", lambda args, _: {"to": args[0]._line.leaders[args[1]]}, steps)
+    @traced("send", lambda args, _: {"to": args[0].agent.leaders[args[1]]}, steps)
     def _send(self, node: int, message: Array) -> Steps:
-        pieces = pieces_of([slice(0, message.size)], 1)
-        rank, tag = self._line.leaders[node], self._line.tag()
-        return send_pieces(self._line.comm, rank, tag, pieces, one_range(message))
+        rank, tag = self.agent.leaders[node], self.tag()
+        return send_pieces(self.agent.comm, rank, tag, pieces_in(message))
 
-    def _snapshot(self, since: int) -> Generator[bool, None, _Snapshot]:
+    def _message(self, since: int) -> Generator[bool, None, Message]:
         """Return a message with the newest version.
 
         A node that is slow must delay neither updates nor other nodes.
         """
         assert self._own is not None
-        while self._drafting:
+        while self._reading:
             # It may be the same one.
             yield False
         version, copy = self._own.newest()
-        for found in self._snapshots:
+        for found in self._messages:
             if (found.version, found.since) == (version, since):
                 return found
-        self._drafting = True
-        draft = self._copier.draft(since, self._spare())
-        yield from draft.reading(self._own.copy(copy))
+        self._reading = True
+        message = self._copier.message(since, self._spare())
+        yield from message.reading(self._own.copy(copy))
         while not self._own.has_kept(version, copy):
             yield False
             version, copy = self._own.newest()
-            yield from draft.reading(self._own.copy(copy))
-        self._drafting = False
-        made = _Snapshot(draft.message(), version, since, draft.place)
-        self._snapshots.append(made)
-        return made
+            yield from message.reading(self._own.copy(copy))
+        self._reading = False
+        message.complete(version)
+        self._messages.append(message)
+        return message
 
     def _spare(self) -> Array | None:
         """Return the memory of a message that nobody uses, if there is one."""
-        for each in self._snapshots:
+        for each in self._messages:
             if not each.users:
-                self._snapshots.remove(each)
-                return each.message
+                self._messages.remove(each)
+                return each.data
         return None
 
     def free(self, what: str) -> None:
         """End the service, when all that was asked for is sent. Collective."""
-        self._line.remove(what)
-        self._snapshots.clear()
+        self.agent.remove(self.number, what)
+        self._messages.clear()

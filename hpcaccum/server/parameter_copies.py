@@ -46,42 +46,42 @@ _CHUNK = 1 << 16
 _STEP = 1 << 20
 
 
-class Draft:
-    """A message that is being made, of all of a vector; `RowDraft` makes one of rows.
+class Message:
+    """Parameters for other nodes, all of a vector; a `RowMessage` has rows.
 
     Args:
-        spare: A message that is not used any more, if there is one.
+        since: The place before which the nodes have all changes.
+        data: Memory that is not used any more, if there is any.
 
     Attributes:
-        place: Which changes a node has with the message.
+        data: Bytes, once it is complete.
+        version: Of the parameters.
+        place: Which changes a node has with it.
+        users: How many nodes it is being sent to.
     """
 
-    place = NOTHING
-
-    def __init__(self, spare: Array | None) -> None:
-        self._message = spare
+    def __init__(self, since: int, data: Array | None = None) -> None:
+        self.since, self.place = since, NOTHING
+        self.data = np.empty(0, np.uint8) if data is None else data
+        self.version, self.users = -1, 0
 
     def reading(self, flat: Array) -> Iterator[bool]:
-        """Copy what another node lacks, in short steps.
+        """Copy what the nodes lack, in short steps.
 
         Called again, with the newest vector, until no update has overwritten the vector
         meanwhile.
         """
-        if self._message is None:
-            self._message = np.empty(flat.nbytes, np.uint8)
-        yield from copying(flat.view(np.uint8), self._message)
+        if not self.data.size:
+            self.data = np.empty(flat.nbytes, np.uint8)
+        yield from copying(flat.view(np.uint8), self.data)
 
-    def message(self) -> Array:
-        """Return the message, a vector of bytes."""
-        assert self._message is not None
-        return self._message
+    def complete(self, version: int) -> None:
+        """Say that all of the last reading was of a version."""
+        self.version = version
 
 
 class Copier:
     """Copies parameters between a center, published vectors and variables; here all.
-
-    Args:
-        wire: How variables lie in a published vector.
 
     Attributes:
         size, dtype: Of such a vector.
@@ -96,19 +96,15 @@ class Copier:
         self.size, self.dtype = wire.parameters.size, wire.parameters.dtype
 
     def note(self, changed: Mapping[str, Array]) -> None:
-        """Note rows of sparse variables before they change; the root only.
-
-        Args:
-            changed: Name of a sparse variable to vector of rows.
-        """
+        """Note rows of sparse variables, by name, before they change; the root only."""
 
     def write(self, center: Mapping[str, Array], flat: Array, copy: int) -> None:
         """Bring a published vector up to date; the root only."""
         self._wire.write_parameters(center, flat)
 
-    def draft(self, since: int, spare: Array | None) -> Draft:
-        """Return a new message to a node that has the changes before a place."""
-        return Draft(spare)
+    def message(self, since: int, spare: Array | None) -> Message:
+        """Return a new message to nodes that have the changes before a place."""
+        return Message(since, spare)
 
     def room(self, nbytes: int, flat: Array) -> Array:
         """Return the memory in which a message for a vector is received."""
@@ -122,8 +118,7 @@ class Copier:
     ) -> dict[str, int]:
         """Copy parameters from a published vector to arrays.
 
-        Returns:
-            Which changes the array of each sparse variable has, for the next call.
+        Returns which changes the array of each sparse variable has, for the next call.
         """
         self._wire.read_parameters(flat, into)
         return {}
@@ -137,11 +132,6 @@ class SparseCopier(Copier):
 
     A published vector ends with the place in the node's log up to which it has all
     changes, so both are valid together; `read` returns this place.
-
-    Args:
-        group: The ranks.
-        root: The rank that publishes.
-        wire: How variables lie in the vector.
 
     Attributes:
         names: Of all variables, in the order of the vector.
@@ -170,7 +160,7 @@ class SparseCopier(Copier):
     # The root
 
     def note(self, changed: Mapping[str, Array]) -> None:
-        """Note rows of sparse variables before they change; the root only."""
+        """Note rows, by name, before they change; the root only."""
         rows = [array + self.tables[name].start for name, array in changed.items()]
         if rows:
             self._note(np.concatenate(rows))
@@ -193,16 +183,16 @@ class SparseCopier(Copier):
         return None if lacks is None else _united(lacks)
 
     def _complete(self, flat: Array, copy: int) -> None:
-        # The values before the place: an agent relies on it, see `RowDraft.read`.
+        # The values before the place: an agent relies on it, see `RowMessage.reading`.
         self._log.sync()
         self._end(flat)[...] = self._log.end
         self._lacks[copy] = []
 
     # Agents
 
-    def draft(self, since: int, spare: Array | None) -> Draft:
-        """Return a new message to another node, of rows."""
-        return RowDraft(self, since)
+    def message(self, since: int, spare: Array | None) -> Message:
+        """Return a new message to other nodes, of rows."""
+        return RowMessage(self, since)
 
     def room(self, nbytes: int, flat: Array) -> Array:
         """Return new memory for a message."""
@@ -263,11 +253,7 @@ class SparseCopier(Copier):
         return {name: end for name in into if name in self.tables}
 
     def changes(self, begin: int, end: int) -> Array | None:
-        """Return the rows that are between two places of the log, sorted.
-
-        Returns:
-            None for all, if not all entries are there.
-        """
+        """Return the rows between two places of the log, sorted; None for all."""
         if begin == NOTHING:
             return None
         entries = self._log.between(begin, end)
@@ -290,8 +276,7 @@ class SparseCopier(Copier):
     def rows_of(self, name: str, rows: Array | None) -> Array | None:
         """Return which of sorted rows are those of a variable, numbered within it.
 
-        Returns:
-            None for all of them, if all were given or the variable is not sparse.
+        None for all of them, if all were given or the variable is not sparse.
         """
         if rows is None or name not in self.tables:
             return None
@@ -304,25 +289,22 @@ class SparseCopier(Copier):
         self._log.free()
 
 
-class RowDraft(Draft):
-    """A message that is being made, of the rows that have changed.
+class RowMessage(Message):
+    """The rows that have changed.
 
     There may be many more of these than rows of an update, and to copy them may take
     longer than some updates. So a try that an update has overtaken is not repeated as a
     whole: the next one copies only the rows that have changed since.
-
-    Args:
-        copier: Knows them.
-        since: `place` of the last message to that node.
     """
 
     def __init__(self, copier: SparseCopier, since: int) -> None:
+        super().__init__(since)
         self._copier, self.place = copier, since
         # By variable, in the order in which they were copied.
         self._parts: dict[str, list[Part]] = {name: [] for name in copier.names}
 
     def reading(self, flat: Array) -> Iterator[bool]:
-        """Copy the rows that have changed since the last try; see `Draft.reading`.
+        """Copy the rows that have changed since the last try; see `Message.reading`.
 
         An update that overwrites the vector meanwhile changes rows that are in the log
         after the place that the vector ends with. So the next try copies them again.
@@ -343,12 +325,14 @@ class RowDraft(Draft):
                 self._parts[name].append((places, values))
         self.place = end
 
-    def message(self) -> Array:
-        """Return the message, a vector of bytes."""
+    def complete(self, version: int) -> None:
+        """Put together the bytes."""
+        super().complete(version)
         parts = {name: _latest(parts) for name, parts in self._parts.items()}
         values = [found.reshape(-1) for _, found in parts.values()]
         pieces = [self._numbers(parts), *values]
-        return np.concatenate([piece.view(np.uint8) for piece in pieces])
+        self.data = np.concatenate([piece.view(np.uint8) for piece in pieces])
+        self._parts.clear()
 
     def _numbers(self, parts: Mapping[str, Part]) -> Array:
         """Return what a message begins with."""

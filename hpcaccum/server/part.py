@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpcaccum.layout import ALIGNMENT
-from hpcaccum.server.wire_format import present_gradients
+from hpcaccum.layout import ALIGNMENT, Layout
+from hpcaccum.server.parameter_copies import Copier
+from hpcaccum.server.wire_format import WireFormat
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from hpcaccum.accumulator import Batch
     from hpcaccum.deadline import Deadline
     from hpcaccum.dtypes import Array
-    from hpcaccum.layout import Layout
     from hpcaccum.server.double_buffer import DoubleBuffer
-    from hpcaccum.server.parameter_copies import Copier
-    from hpcaccum.server.wire_format import WireFormat
 
 
 class Order(NamedTuple):
@@ -30,11 +27,13 @@ class Order(NamedTuple):
         step: The step that it follows.
         buffer: Which gradients make it; None for none.
         factor: See `Batch`.
+        rate: The learning rate; None for the optimizer's own.
     """
 
     step: int
     buffer: int | None
     factor: float
+    rate: float | None
 
 
 def cut(layout: Layout, count: int, *, elementwise: bool) -> list[slice]:
@@ -61,130 +60,55 @@ class Part:
             whole variables.
 
     Attributes:
-        part: Of the vector of parameters, and of that of gradients.
+        part: As given; also of the vector of gradients.
         ranges: Of the vector of gradients: the part, and the numbers that say which
-            gradients are present.
-        size: Elements of these ranges.
+            of its gradients are present.
+        wire: How its variables lie in these ranges, and in the part.
     """
 
     def __init__(self, wire: WireFormat, part: slice, *, elementwise: bool) -> None:
-        self.part, self.ranges = part, [part, wire.present]
-        self._elementwise = elementwise
-        self.size = sum(each.stop - each.start for each in self.ranges)
-        self._length = part.stop - part.start
-        self._dtypes = wire.dtypes
-        # By variable: its place in the part and its shape; its place in itself.
-        self._places: dict[str, tuple[slice, tuple[int, ...]]] = {}
+        self.part, self._elementwise = part, elementwise
+        # By variable: which elements of it.
         self._within: dict[str, slice] = {}
-        # The places of these variables among all.
-        self._numbers: list[int] = []
+        shapes, numbers = {}, []
         for number, name in enumerate(wire.parameters):
-            place, shape = wire.parameters.place(name), wire.parameters.shapes[name]
-            begin = min(max(place.start, part.start), part.stop)
-            end = max(min(place.stop, part.stop), begin)
-            if elementwise or (begin < end and math.prod(shape)):
-                there = slice(begin - part.start, end - part.start)
-                self._places[name] = there, (end - begin,) if elementwise else shape
+            place = wire.parameters.place(name)
+            if elementwise or part.start <= place.start < part.stop:
+                begin = min(max(place.start, part.start), part.stop)
+                end = max(min(place.stop, part.stop), begin)
                 self._within[name] = slice(begin - place.start, end - place.start)
-                self._numbers.append(number)
+                whole = wire.parameters.shapes[name]
+                shapes[name] = (end - begin,) if elementwise else whole
+                numbers.append(wire.present.start + number)
+        # They follow each other.
+        present = slice(numbers[0], numbers[-1] + 1) if numbers else slice(0, 0)
+        self.ranges = [part, present]
+        dtypes = {name: wire.dtypes[name] for name in shapes}
+        self.wire = WireFormat(Layout(shapes, wire.parameters.dtype), dtypes)
 
-    @property
-    def names(self) -> Collection[str]:
-        """The variables of which it has elements, or could have."""
-        return self._places.keys()
+    def piece(self, name: str, whole: Any) -> Array:
+        """Return what this part has of an array that is divided as a variable is."""
+        array: Array = np.asarray(whole)
+        return array.reshape(-1)[self._within[name]] if self._elementwise else array
 
     def pieces(self, name: str, whole: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what this part has of arrays that are divided as a variable is."""
-        if name not in self._places:
+        """Return what this part has of arrays, and all integers."""
+        if name not in self._within:
             return {}
-        if not self._elementwise:
-            return dict(whole)
-        within, (_, shape) = self._within[name], self._places[name]
         return {
-            key: value
-            if isinstance(value, int)
-            else np.asarray(value).reshape(-1)[within].reshape(shape)
+            key: value if isinstance(value, int) else self.piece(name, value)
             for key, value in whole.items()
         }
 
-    def arrays(self, flat: Array) -> dict[str, Array]:
-        """Return the parameters in the memory of the part, in arrays of their own."""
-        return {
-            name: view.astype(self._dtypes[name])
-            for name, view in self._views(flat).items()
-        }
 
-    def read_gradients(self, flat: Array) -> dict[str, Array]:
-        """Return the gradients that are present in the `ranges` of a vector.
-
-        As `WireFormat.read_gradients`; they are views.
-        """
-        present = flat[self._length :]
-        return present_gradients(self._views(flat), present[self._numbers])
-
-    def write_parameters(self, center: Mapping[str, Array], flat: Array) -> None:
-        """Copy the parameters of this part to its memory."""
-        for name, view in self._views(flat).items():
-            view[...] = center[name]
-
-    def _views(self, flat: Array) -> dict[str, Array]:
-        return {
-            name: flat[there].reshape(shape)
-            for name, (there, shape) in self._places.items()
-        }
-
-
-class OwnPart:
-    """The part of the center that this server, one of several, has.
+class Center:
+    """The center of a single server; `OwnPart` is that of one of several.
 
     Args:
-        part: Which one.
-        gradients: Of its next updates, shape (buffers, elements).
-        first: Its first values.
-
-    Attributes:
-        center: Name to array.
-    """
-
-    def __init__(self, part: Part, gradients: Array, first: Array) -> None:
-        self._part, self._gradients = part, gradients
-        self.center = part.arrays(first)
-
-    def is_complete(self, order: Order) -> bool:
-        """Whether all ranks can help to update it; they cannot."""
-        return False
-
-    def read(self, order: Order, deadline: Deadline) -> dict[str, Any]:
-        """Return the gradients that are present."""
-        if order.buffer is None:
-            return {}
-        return self._part.read_gradients(self._gradients[order.buffer])
-
-    def note(self, grads: Mapping[str, Any]) -> None:
-        """Note what gradients will change; no variable is sparse."""
-
-    def assign(self, values: Mapping[str, Array]) -> None:
-        """Set it to the values of all variables."""
-        for name, array in self.center.items():
-            array[...] = self._part.pieces(name, {name: values[name]})[name]
-
-    def write(self, flat: Array) -> None:
-        """Copy it to where it is published."""
-        self._part.write_parameters(self.center, flat)
-
-    def free(self) -> None:
-        """Release the memory of gradients; the center stays."""
-        self._gradients = self._gradients[:0].copy()
-
-
-class WholeCenter:
-    """The center of a single server, with the interface of `OwnPart`.
-
-    Args:
-        wire: How gradients lie in flat vectors.
+        wire: How its variables lie in flat vectors.
         copier: Copies parameters to such vectors.
         copies: These vectors.
-        center: Name to array.
+        arrays: Name to array.
         threads: To use for sums.
     """
 
@@ -193,11 +117,11 @@ class WholeCenter:
         wire: WireFormat,
         copier: Copier,
         copies: DoubleBuffer,
-        center: dict[str, Array],
-        threads: int,
+        arrays: dict[str, Array],
+        threads: int = 1,
     ) -> None:
         self._wire, self._copier, self._copies = wire, copier, copies
-        self.center, self._threads = center, threads
+        self.arrays, self._threads = arrays, threads
         # The memory of each sum, allocated once.
         self._sum: Array | None = None
 
@@ -205,7 +129,11 @@ class WholeCenter:
         """Whether every vector of a batch on this node has all gradients."""
         return self._wire.is_complete(batch)
 
-    def read(self, batch: Batch, deadline: Deadline) -> dict[str, Any]:
+    def rate(self, batch: Any) -> float | None:
+        """Return the learning rate of an update; None for the optimizer's own."""
+        return None
+
+    def read(self, batch: Any, deadline: Deadline) -> dict[str, Any]:
         """Return the means of the gradients that are present."""
         # There is no gradient if its rank was admitted and then failed to write.
         if not batch.places:
@@ -216,14 +144,16 @@ class WholeCenter:
         rows = self._wire.read_rows(parts, mean, batch.divisor) if parts else {}
         return {**self._wire.read_gradients(mean), **rows}
 
-    def _mean(self, batch: Batch, deadline: Deadline) -> Array:
+    def _mean(self, batch: Any, deadline: Deadline) -> Array:
         """Return the mean of the arrays of a batch, which may be changed."""
         size = self._wire.gradients.size
         if not batch.is_local:
-            return batch.collect(size, deadline)
+            collected: Array = batch.collect(size, deadline)
+            return collected
         if len(batch.places) == 1 and batch.divisor == 1:
             # Every variable has one gradient or none, so nothing is changed.
-            return batch.views(size)[0]
+            view: Array = batch.views(size)[0]
+            return view
         if self._sum is None:
             self._sum = np.empty(size, batch.dtype)
         with np.errstate(all="ignore"):
@@ -238,13 +168,58 @@ class WholeCenter:
     def assign(self, values: Mapping[str, Array]) -> None:
         """Set it to the values of all variables."""
         rows = [place.name for place in self._wire.rows]
-        self._copier.note({name: np.arange(len(self.center[name])) for name in rows})
-        for name, array in values.items():
-            np.copyto(self.center[name], array)
+        self._copier.note({name: np.arange(len(self.arrays[name])) for name in rows})
+        for name, array in self.arrays.items():
+            np.copyto(array, self._piece(name, values[name]))
+
+    def _piece(self, name: str, whole: Array) -> Array:
+        return whole
 
     def write(self, flat: Array) -> None:
         """Copy it to where it is published."""
-        self._copier.write(self.center, flat, self._copies.writing)
+        self._copier.write(self.arrays, flat, self._copies.writing)
+
+    def free(self) -> None:
+        """Use no shared memory any more, so that it can be freed."""
+        self.arrays = {}
+
+
+class OwnPart(Center):
+    """The part of the center that this server, one of several, has.
+
+    Args:
+        part: Which one.
+        copies: Where it is published.
+        gradients: Of its next updates, shape (buffers, elements).
+        first: Its first values.
+    """
+
+    def __init__(
+        self, part: Part, copies: DoubleBuffer, gradients: Array, first: Array
+    ) -> None:
+        wire = part.wire
+        views = wire.parameters.views(first).items()
+        arrays = {name: view.astype(wire.dtypes[name]) for name, view in views}
+        super().__init__(wire, Copier(wire), copies, arrays)
+        self._part, self._gradients = part, gradients
+
+    def rate(self, batch: Order) -> float | None:
+        """Return the learning rate of an update; None for the optimizer's own."""
+        return batch.rate
+
+    def read(self, batch: Order, deadline: Deadline) -> dict[str, Any]:
+        """Return the gradients that are present."""
+        if batch.buffer is None:
+            return {}
+        return self._wire.read_gradients(self._gradients[batch.buffer])
+
+    def _piece(self, name: str, whole: Array) -> Array:
+        return self._part.piece(name, whole)
+
+    def free(self) -> None:
+        """Use no shared memory any more, so that it can be freed."""
+        super().free()
+        self._gradients = np.empty((0, 0))
 
 
 def joined(pieces: Sequence[Array | None], shape: tuple[int, ...]) -> Array | None:

@@ -17,13 +17,14 @@ import time
 from typing import TYPE_CHECKING
 
 from hpcaccum.errors import format_ranks
-from hpcaccum.nodes import Agent, Change, is_short, words_of
+from hpcaccum.nodes import Agent, is_short, words_of
 from hpcaccum.server.double_buffer import (
     DoubleBuffer,
     step_of,
     writer_inside,
 )
 from hpcaccum.server.parameter_agent import ParameterAgent
+from hpcaccum.wake import Wake
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -41,16 +42,61 @@ _RECENT = 1e-3
 _NEWEST, _MADE = 0, 1
 
 
+class Change:
+    """Changes of memory of a node, which one thread makes and all its ranks wait for.
+
+    Args:
+        made_here: Whether a thread of this rank makes them. Its other threads then
+            block: if they polled, they would take the interpreter from it.
+    """
+
+    def __init__(self, *, made_here: bool) -> None:
+        self._made_here = made_here
+        # Of each call of `wait` that blocks.
+        self._blocked: list[Wake] = []
+
+    def announce(self) -> None:
+        """Wake the threads of this rank, after a change."""
+        for each in list(self._blocked):
+            each.wake()
+
+    def wait(
+        self,
+        fact: Callable[[], bool],
+        deadline: Deadline,
+        missing: Callable[[], str],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Wait until something is true."""
+        if self._made_here:
+            self._block(fact, deadline, missing)
+            return
+
+        def found() -> bool | None:
+            if fact():
+                return True
+            if meanwhile is not None:
+                meanwhile()
+            return None
+
+        deadline.wait(found, missing)
+
+    def _block(
+        self, fact: Callable[[], bool], deadline: Deadline, missing: Callable[[], str]
+    ) -> None:
+        announced = Wake()
+        self._blocked.append(announced)
+        try:
+            deadline.block(announced.until(fact), missing)
+        finally:
+            self._blocked.remove(announced)
+
+
 class Publisher:
     """The parameters of one or several servers, a flat vector. Collective.
 
-    Args:
-        group: The ranks.
-        servers: The ranks that publish a part each, the root first; several are on
-            different nodes.
-        parts: Of the vector, of each server.
-        copier: Copies between vectors and variables; knows the size of a vector.
-        what: Name for error messages.
+    Each of the ``servers``, the root first, publishes the part of the same number. The
+    ``copier`` copies between vectors and variables.
 
     Attributes:
         nodes: Of the servers.
@@ -120,10 +166,6 @@ class Publisher:
 
     # Every rank
 
-    def pin(self) -> None:
-        """Pin the memory that `read` passes on."""
-        self.copies.pin()
-
     @property
     def window_bytes(self) -> int:
         """Memory of this rank that holds copies, and what it publishes."""
@@ -169,7 +211,7 @@ class Publisher:
             comes: Whether the root knows that this node waits for it.
         """
         if self.agent is not None and not (comes or self._is_here):
-            self.agent.request([self._agent.node], "fetch", version)
+            self.agent.tell([self._agent.node], "fetch", version)
         self.changed.wait(
             self.copies.has(version),
             deadline,
@@ -213,9 +255,7 @@ class Publisher:
     def complete(self, version: int, awaited_by: Iterable[int] = ()) -> None:
         """Publish what was written since `begin`.
 
-        Args:
-            version: The version.
-            awaited_by: Ranks that wait for it and do not ask; of a single server.
+        Nodes of the ranks that wait for it get it from a single server unasked.
         """
         if not self._is_here:
             # Those who wait for it are named in the order to make it.
@@ -230,7 +270,7 @@ class Publisher:
         nodes = {self._node_of[rank] for rank in awaited_by} - set(self.nodes)
         pushed = self._push(version, nodes)
         self.complete_here(version)
-        self.agent.request(self.nodes, "published", version, nodes, pushed)
+        self.agent.tell(self.nodes, "published", version, nodes, pushed)
 
     def _push(self, version: int, nodes: set[int]) -> bool:
         """Send a version to nodes, if it is short; return whether it is.
@@ -243,16 +283,23 @@ class Publisher:
             return False
         for node in nodes:
             take = "take", 0, version, flat.nbytes, flat.tobytes()
-            self.agent.request([node], *take)
+            self.agent.tell([node], *take)
         return True
 
     def announce(self, version: int) -> None:
         """Set the newest version; the root only."""
         self._words.write(_NEWEST, version)
 
+    # The root's node, of several servers
+
     def note_made(self, server: int, version: int) -> None:
-        """Note the newest version of one of several servers; on the root's node."""
+        """Note the newest version of a server."""
         self._words.write(_MADE + server, version)
+        self.changed.announce()
+
+    def made(self) -> int:
+        """Return the version that all servers have made."""
+        return min(self._words.read_range(_MADE, len(self._servers)))
 
     def free(self) -> None:
         """Free the memory, after the last version is published. Collective."""

@@ -19,14 +19,8 @@ _TEST = operator.methodcaller("Test")
 class Questions:
     """Sends questions and answers; used by `OrderLoop` and `Orders`.
 
-    A question is a message to each server, and an order to answer it. Both have its
-    number.
-
-    Args:
-        comm: Of the agents.
-        servers: Ranks; the first is the root.
-        tags: Of questions, and of answers.
-        order: Called with a number on the root; orders all servers to answer.
+    A question is a message to each server, and an order to answer it, which ``order``
+    gives. Both have its number. The ``tags`` are those of questions and of answers.
     """
 
     def __init__(

@@ -10,28 +10,24 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
-    from hpcaccum.accumulator import Batch, Membership, Receipt, Tally
+    from hpcaccum.accumulator import Batch, Receipt, Tally
     from hpcaccum.deadline import Deadline
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
-    from hpcaccum.nodes import NodeParts
     from hpcaccum.rows import RowPlace
 
 
-class QuorumInbox:
+class QuorumInbox(VectorAccumulator):
     """Admits gradients of the current step; passes on those of a quorum. Collective.
 
+    Its methods are those of `Inbox`.
+
     Args:
-        group, root: The ranks, and the one that serves.
-        size, dtype: Of a gradient, a flat vector.
+        group, root, size, dtype, workers, rows, what: See `VectorAccumulator`.
         quorum: Gradients of one update, at least.
-        workers: Number of ranks that submit, and may leave.
-        rows: The places of rows in a gradient.
-        what: Begins messages.
     """
 
     adds = True
-    rate: float | None = None
 
     def __init__(
         self,
@@ -44,51 +40,31 @@ class QuorumInbox:
         rows: Sequence[RowPlace] = (),
         what: str = "gradients",
     ) -> None:
+        super().__init__(group, root, size, dtype, workers, rows, what)
         self._quorum, self.needs_all = quorum, quorum == workers
-        self._accumulator = VectorAccumulator(
-            group, root, size, dtype, workers, rows, what
-        )
         self._buffer: Array | None = None
-
-    @property
-    def parts(self) -> NodeParts:
-        """The memory in which gradients lie until they are applied."""
-        return self._accumulator.parts
-
-    @property
-    def membership(self) -> Membership:
-        """Which ranks have left."""
-        return self._accumulator.membership
 
     @property
     def window_bytes(self) -> int:
         """Memory of this rank that holds gradients."""
-        return self._accumulator.statistics().window_bytes
+        return self._storage.window_bytes
 
     def start(self, step: int) -> None:
         """Set the step of the first update; the root only, before any submission."""
-        self._accumulator.set_global_step(step)
+        self.set_global_step(step)
 
     def buffer(self, known: int = 0) -> Array:
         """Return the memory for this rank's next gradient; see `Inbox.buffer`."""
         # The server takes one round after the other, and publishes a step before the
         # take of its round returns.
-        self._accumulator.note_finished(known - 1)
-        self._buffer = self._accumulator.slot()
+        self.note_finished(known - 1)
+        self._buffer = self.slot()
         return self._buffer
-
-    def pin(self) -> None:
-        """Pin this rank's buffers for DMA."""
-        self._accumulator.pin_slots()
 
     def submit(self, local_step: int, weight: float = 1.0) -> Receipt:
         """Submit the gradient in the buffer, unless it is of an earlier step."""
         assert self._buffer is not None
-        return self._accumulator.apply_grad(self._buffer, local_step, weight=weight)
-
-    def count_nonfinite(self) -> None:
-        """Count a gradient of this rank that is not finite, and was not submitted."""
-        self._accumulator.count_nonfinite()
+        return self.apply_grad(self._buffer, local_step, weight=weight)
 
     def useful(self, step: int) -> int:
         """Return the least step whose gradients the server accepts at a step."""
@@ -96,28 +72,19 @@ class QuorumInbox:
 
     def next(self, step: int, deadline: Deadline) -> AbstractContextManager[Batch]:
         """Wait for the quorum that makes step ``step + 1``; the root only."""
-        return self._accumulator.batch(self._quorum, deadline)
+        return self.batch(self._quorum, deadline)
 
     def following(self, step: int) -> None:
         """Return None: more gradients may be admitted until `next`."""
 
     def awaited(self, step: int) -> str | None:
         """Return what the mean of a step lacks; None if it is complete."""
-        return self._accumulator.awaited(self._quorum, step)
+        return self.lacks(self._quorum, step)
 
     def tally(self) -> Tally:
         """Return the gradients accepted and dropped so far, of all ranks."""
-        return self._accumulator.statistics().tally
+        return self._shared.tally()
 
-    def leave(self) -> None:
-        """Promise that this rank submits no more gradients."""
-        self._accumulator.leave()
-
-    def check_present(self) -> None:
-        """Raise InvalidArgumentError if this rank has left."""
-        self._accumulator.check_present()
-
-    def free(self) -> None:
-        """Free the memory. Collective."""
+    def _free(self) -> None:
         self._buffer = None
-        self._accumulator.free()
+        super()._free()

@@ -19,10 +19,9 @@ from hpcaccum.errors import (
 from hpcaccum.mpi import MPI, lack_of_threads
 from hpcaccum.server.client import Client
 from hpcaccum.server.double_buffer import step_of, version_of
-from hpcaccum.server.loop import UpdateLoop
+from hpcaccum.server.loop import UpdateLock, UpdateLoop
 from hpcaccum.server.order_loop import OrderLoop
-from hpcaccum.server.part import WholeCenter
-from hpcaccum.server.update_lock import UpdateLock
+from hpcaccum.server.part import Center
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,15 +39,7 @@ if TYPE_CHECKING:
 
 
 class ServerState(NamedTuple):
-    """A server after a number of updates, from which another one can continue.
-
-    The slots of the optimizer that makes the updates are not part of it.
-
-    Attributes:
-        step: The number of updates.
-        tally: The gradients accepted and dropped so far.
-        center: Name to array.
-    """
+    """A server after a number of updates, without the slots of the optimizer."""
 
     step: int
     tally: Tally
@@ -118,9 +109,9 @@ class ParameterServer(Client):
         self._served = self._frees = False
         super().__init__(
             group,
-            servers,
             initial,
             make_inbox,
+            servers,
             what,
             rule=rule,
             elementwise=elementwise,
@@ -132,50 +123,53 @@ class ParameterServer(Client):
             self._inbox.membership.exclude(self._servers)
         # What this rank does as a server: it updates the center, or its part. If there
         # are several, the root orders these updates.
-        self._updates = self._make_updates(initial)
+        self._center: Center | None = None
+        self._updates: UpdateLoop | None = None
         self._ordering: OrderLoop | None = None
         if self.is_root:
             self._inbox.start(step)
-        if self._updates is not None:
-            self._updates.set_step(step)
-            if self.is_root and self._orders is not None:
-                self._ordering = OrderLoop(
-                    self._inbox, self._update_lock, what, self._orders, self._updates
-                )
-                self._ordering.set_step(step)
+        if self.is_server:
+            self._make_loops(initial, step)
         self._loop: Loop | None = self._ordering or self._updates
         self._register(group, group.label(what))
         # No rank pulls before the center is published, and has come to its node.
         first = Deadline(None, f"{what}: first parameters")
         self._wait_for(version_of(step), first)
 
-    def _make_updates(self, initial: Mapping[str, Array]) -> UpdateLoop | None:
-        """Return what updates this rank's part of the center; None if it has none."""
-        publisher, orders, shared = self._publisher, self._orders, self._node_update
-        if not self.is_server:
-            return None
-        what = self._what
-        if orders is not None:
+    def _make_loops(self, initial: Mapping[str, Array], step: int) -> None:
+        """Make the loop of this rank's part of the center, and that of the root."""
+        orders, what, lock = self._orders, self._what, self._update_lock
+        if orders is None:
+            center = self._center = self._make_center(initial)
+            self._updates = UpdateLoop(
+                self._inbox, lock, what, center, self._publisher, self._node_update
+            )
+        else:
             assert orders.own is not None
-            own = UpdateLoop(orders, UpdateLock(what), what, orders.own, publisher)
-            orders.assign = own.assign
-            return own
-        center = {n: np.array(to_host(a)) for n, a in initial.items()}
-        if shared is not None:
-            for name, array in shared.center.items():
-                np.copyto(array, center[name])
-            center = shared.center
-        threads = self._group.own_cores
-        whole = WholeCenter(self._wire, self._copier, publisher.copies, center, threads)
-        lock = self._update_lock
-        return UpdateLoop(self._inbox, lock, what, whole, publisher, shared)
+            self._center, own = orders.own, UpdateLock(what)
+            self._updates = UpdateLoop(orders, own, what, orders.own, self._publisher)
+            orders.assign = self._updates.assign
+        self._updates.set_step(step)
+        if orders is not None and self.is_root:
+            self._ordering = OrderLoop(self._inbox, lock, what, orders, self._updates)
+            self._ordering.set_step(step)
+
+    def _make_center(self, initial: Mapping[str, Array]) -> Center:
+        """Return all of the center, in memory of the node if its ranks can help."""
+        arrays = {name: np.array(to_host(array)) for name, array in initial.items()}
+        if self._node_update is not None:
+            for name, array in self._node_update.center.items():
+                np.copyto(array, arrays[name])
+            arrays = self._node_update.center
+        copies, threads = self._publisher.copies, self._group.own_cores
+        return Center(self._wire, self._copier, copies, arrays, threads)
 
     @property
     def center(self) -> dict[str, Array]:
         """Name to array: what a server holds; after `free`, all, on every rank."""
         if self._final is not None:
             return self._final.center
-        return {} if self._updates is None else self._updates.center
+        return {} if self._center is None else self._center.arrays
 
     @property
     def slots(self) -> dict[str, dict[str, Array]] | None:
@@ -184,7 +178,9 @@ class ParameterServer(Client):
         None if the rule is not used, because variables are sparse or have several
         dtypes, or ranks several nodes.
         """
-        return None if self._updates is None else self._updates.slots
+        if self._node_update is None or self._center is None or self._final is not None:
+            return None
+        return self._node_update.slots
 
     @property
     def is_root(self) -> bool:
@@ -219,10 +215,7 @@ class ParameterServer(Client):
     ) -> None:
         """Begin to serve, in threads unless servers are dedicated; servers only.
 
-        Args:
-            update: See `UpdateLoop`.
-            rate: See `OrderLoop`.
-            answer: See `Orders`.
+        For the arguments see `UpdateLoop`, `OrderLoop` and `Orders`.
         """
         assert self._loop is not None
         assert self._updates is not None
@@ -267,11 +260,7 @@ class ParameterServer(Client):
             return self._ordering.ask(question)
 
     def divide(self, arrays: Arrays | None) -> Arrays | None:
-        """Return what a server keeps of arrays of the root. Collective.
-
-        Returns:
-            None on ranks that are no servers.
-        """
+        """Return what a server keeps of arrays of the root, else None. Collective."""
         if arrays is None:
             return None
         if self._orders is not None:
@@ -302,12 +291,9 @@ class ParameterServer(Client):
         return self._inbox.membership.some_come_back()
 
     def assign(self, values: Mapping[str, Array]) -> int:
-        """Set the center to values between two updates. Collective.
+        """Set the center to values between two updates; return the step. Collective.
 
         The step, the slots, the tally and all gradients stay.
-
-        Returns:
-            The step.
         """
         call, failure, version = f"{self._what}: assign", None, -1
         if self._updates is not None:
@@ -455,8 +441,8 @@ class ParameterServer(Client):
         self._finish()
         # From now on nothing reads the shared memory.
         self._final = self._read_state()
-        if self._updates is not None:
-            self._updates.release()
+        if self._center is not None:
+            self._center.free()
 
     def _end_updates(self, call: str) -> None:
         """Wait for the last update, which all ranks pull; fail on all ranks or none."""

@@ -1,21 +1,30 @@
-"""The words of asynchronous updates: which gradient makes each of them."""
+"""The words of asynchronous updates: which gradient makes each of them.
+
+A late gradient may get less weight, a factor, where dropping it would give it none.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+import numbers
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 from hpcaccum.accumulator import Counters, Membership, Receipt, WordLayout, admits
-from hpcaccum.errors import EverybodyLeftError, format_ranks
+from hpcaccum.errors import EverybodyLeftError, InvalidArgumentError, format_ranks
 from hpcaccum.mpi import bits, number_of
 from hpcaccum.nodes import words_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from hpcaccum.mpi import Group
-    from hpcaccum.server.lateness import Factors
+
+# What `lateness=` accepts.
+Lateness = Literal["inverse"] | Callable[[int], float] | None
+
+# Larger lags have the factor of this one.
+MOST = 1000
+_SHOWN = 4
 
 # On a cache line of its own: swaps of _STEP must not slow down reads of other words.
 _FIXED = WordLayout()
@@ -28,6 +37,8 @@ _HEAD = _FIXED.count
 # NOBODY stands for the rank of a gradient that is lost.
 NOBODY = (1 << 20) - 1
 COPIED, _WHOSE_BITS = NOBODY + 1, 21
+# Whose gradient it is, and its factor.
+Found = tuple[int, float]
 # The intents of two ranks are on different cache lines.
 _APART = 8
 
@@ -44,13 +55,7 @@ class UpdateQueue:
     step that was made, whose place is empty and for which no rank that is present has
     an open intent, is that of a rank that is lost.
 
-    Args:
-        group: The ranks.
-        root: The rank that applies the gradients, which has the words.
-        max_lag: Largest lag that is admitted, in steps; infinity admits all gradients.
-        workers: Number of ranks that submit, and may leave.
-        what: Begins messages.
-        factors: Of gradients by their lag, the same on all ranks; None if all are 1.
+    For the arguments see `BoundedStalenessInbox`.
 
     Attributes:
         words: The words.
@@ -110,16 +115,16 @@ class UpdateQueue:
         if self._max_lag == math.inf:
             self._set_intent(rank, 1 + step)
             step = self.words.fetch_add(_STEP, 1)
-            return self.receipt(True, local_step, step)
+            return self._receipt(True, local_step, step)
         while admits(step, local_step, self._max_lag):
             self._set_intent(rank, 1 + step)
             found = self.words.compare_and_swap(_STEP, step, step + 1)
             if found == step:
-                return self.receipt(True, local_step, step)
+                return self._receipt(True, local_step, step)
             step = found
-        return self.receipt(False, local_step, step)
+        return self._receipt(False, local_step, step)
 
-    def receipt(self, accepted: bool, local_step: int, step: int) -> Receipt:
+    def _receipt(self, accepted: bool, local_step: int, step: int) -> Receipt:
         """Return the receipt of a gradient that arrived at a step."""
         receipt = Receipt(accepted, local_step, step)
         if accepted and self._factors is not None:
@@ -147,17 +152,15 @@ class UpdateQueue:
 
     # The root
 
-    def whose(self, step: int) -> int | None:
-        """Return whose gradient was put in the place for a step; None: none yet."""
+    def find(self, step: int) -> Found | None:
+        """Return what was put in the place for a step; None: nothing yet."""
         word = self.words.read(self._place(step))
-        whose = word & ((1 << _WHOSE_BITS) - 1)
-        return whose if word >> _WHOSE_BITS == step + 1 else None
-
-    def factor(self, step: int) -> float:
-        """Return the factor of a gradient that `whose` has found."""
-        if self._factors is None:
-            return 1.0
-        return number_of(self.words.read(self._scales + step % self._size))
+        if word >> _WHOSE_BITS != step + 1:
+            return None
+        factor = 1.0
+        if self._factors is not None:
+            factor = number_of(self.words.read(self._scales + step % self._size))
+        return word & ((1 << _WHOSE_BITS) - 1), factor
 
     def is_lost(self, step: int) -> bool:
         """Whether the gradient of a step was admitted and cannot come any more.
@@ -179,7 +182,7 @@ class UpdateQueue:
             raise EverybodyLeftError(f"all {self.membership.workers} ranks have left")
 
     def may_find(self, step: int) -> Callable[[], bool]:
-        """Return what finds out whether `whose` would return a gradient, or none comes.
+        """Return what finds out whether `find` would return a gradient, or none comes.
 
         On the root's node it reads memory only.
         """
@@ -214,3 +217,55 @@ class UpdateQueue:
         if self.step > step:
             return "admitted, to be written"
         return f"which may come from {format_ranks(self.membership.present())}"
+
+
+def factors_of(lateness: Any, max_lag: float) -> Factors | None:
+    """Return the factors of an option ``lateness``; None if all are 1."""
+    return None if lateness is None else Factors(lateness, max_lag)
+
+
+class Factors:
+    """The factors of gradients by their lag, found before the first gradient comes.
+
+    Ranks that compare its ``repr`` have the same factors, so each of them may apply one
+    for the others.
+
+    Args:
+        lateness: Of `DropStaleGradientOptimizer`, not None.
+        max_lag: Largest lag that is admitted.
+
+    Raises:
+        InvalidArgumentError: If ``lateness`` is something else, or returns anything but
+            a number from 0 to 1.
+    """
+
+    def __init__(self, lateness: Any, max_lag: float) -> None:
+        if lateness == "inverse":
+            lateness = _inverse
+        if not callable(lateness):
+            raise InvalidArgumentError(
+                f"lateness must be None, 'inverse' or a callable, got {lateness!r}"
+            )
+        lags = range(int(min(max(max_lag, 0), MOST)) + 1)
+        self._factors = tuple(_checked(lateness(lag), lag) for lag in lags)
+
+    def __repr__(self) -> str:
+        """Show the first ones, and a number that depends on all."""
+        shown = ", ".join(f"{factor:g}" for factor in self._factors[:_SHOWN])
+        return f"factors {shown}, ... (hash {hash(self._factors)})"
+
+    def __call__(self, lag: int) -> float:
+        """Return the factor of a lag."""
+        return self._factors[min(max(lag, 0), len(self._factors) - 1)]
+
+
+def _inverse(lag: int) -> float:
+    return 1 / (1 + lag)
+
+
+def _checked(factor: Any, lag: int) -> float:
+    if isinstance(factor, numbers.Real) and 0 <= float(factor) <= 1:
+        return float(factor)
+    raise InvalidArgumentError(
+        f"lateness({lag}) must be a number from 0 to 1, got {factor!r}"
+    )

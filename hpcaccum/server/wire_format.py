@@ -38,29 +38,39 @@ class WireFormat:
     The gradients of sparse variables are rows, which follow these numbers.
 
     Args:
-        variables: Name to array.
+        parameters: Layout of a vector of parameters.
+        dtypes: Dtypes of the variables, by name.
         capacities: Name of each sparse variable to the maximum number of rows of its
             gradients in a vector.
 
     Attributes:
-        parameters: Layout of a vector of parameters.
         gradients: Layout of a vector of gradients, without its rows; begins like that
             of the parameters if no variable is sparse.
         rows: The places of rows in a vector of gradients.
         size: Elements of a vector of gradients.
-        dtypes: Dtypes of the variables, by name.
     """
 
     def __init__(
-        self, variables: Mapping[str, Array], capacities: Mapping[str, int] = _NONE
+        self,
+        parameters: Layout,
+        dtypes: Mapping[str, np.dtype[Any]],
+        capacities: Mapping[str, int] = _NONE,
     ) -> None:
-        self.parameters = Layout.of(variables)
-        shapes, dtype = self.parameters.shapes, self.parameters.dtype
+        self.parameters, self.dtypes = parameters, dtypes
+        shapes = parameters.shapes
         arrays = {name: shapes[name] for name in shapes if name not in capacities}
-        self.gradients = Layout({**arrays, _PRESENT: (len(variables),)}, dtype)
+        arrays[_PRESENT] = (len(shapes),)
+        self.gradients = Layout(arrays, parameters.dtype)
         self.rows = tuple(_row_places(self.parameters, capacities, self.gradients.size))
         self.size = self.rows[-1].end if self.rows else self.gradients.size
-        self.dtypes = {name: array.dtype for name, array in variables.items()}
+
+    @classmethod
+    def of(
+        cls, variables: Mapping[str, Array], capacities: Mapping[str, int] = _NONE
+    ) -> WireFormat:
+        """Return that of some variables, by name."""
+        dtypes = {name: array.dtype for name, array in variables.items()}
+        return cls(Layout.of(variables), dtypes, capacities)
 
     @property
     def present(self) -> slice:
@@ -134,8 +144,13 @@ class WireFormat:
         lack is changed, in place, to the mean over those that have it.
         """
         views, present = self.gradient_views(flat)
-        shares = dict(zip(self.parameters, present, strict=True))
-        return present_gradients(views, [shares[name] for name in views])
+        found = {}
+        for name, share in zip(self.parameters, present, strict=True):
+            if share != 0 and name in views:
+                found[name] = view = views[name]
+                if share != 1:
+                    view /= share
+        return found
 
     def write_parameters(self, center: Mapping[str, Array], flat: Array) -> None:
         """Copy parameters to a vector."""
@@ -164,19 +179,6 @@ def _unrounded(weight: float) -> float:
     """Return a sum of weights that a share has given, exact if it is whole."""
     whole = round(weight)
     return whole if math.isclose(weight, whole, rel_tol=_EXACT) else weight
-
-
-def present_gradients(
-    views: Mapping[str, Array], shares: Sequence[float] | Array
-) -> dict[str, Array]:
-    """Return the gradients that are present; see `WireFormat.read_gradients`."""
-    found = {}
-    for (name, view), share in zip(views.items(), shares, strict=True):
-        if share not in (0, 1):
-            view /= share
-        if share != 0:
-            found[name] = view
-    return found
 
 
 def _copy_gradients(

@@ -7,21 +7,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hpcaccum.server.parameter_copies import NOTHING, Draft, RowDraft
+from hpcaccum.server.parameter_copies import NOTHING, Message, RowMessage
 
 MIB = 1 << 20
 
 
 def test_a_message_is_copied_in_short_steps():
     flat = np.arange(3 * MIB // 8 + 5.0)
-    draft = Draft(None)
-    steps = draft.reading(flat)
+    message = Message(NOTHING)
+    steps = message.reading(flat)
 
     next(steps)
 
-    draft.message()[MIB:] = 0
+    message.data[MIB:] = 0
     assert sum(1 for _ in steps) == 3
-    assert np.array_equal(draft.message(), flat.view(np.uint8))
+    assert np.array_equal(message.data, flat.view(np.uint8))
 
 
 @pytest.mark.parametrize(("rows", "number"), [(None, 4), (np.arange(0, 2000, 2), 2)])
@@ -36,12 +36,13 @@ def test_rows_are_copied_in_short_steps(rows, number):
         views=lambda _: {"table": table, "bias": np.array(3.0)},
         rows_of=lambda name, _: rows if name == "table" else None,
     )
-    draft = RowDraft(copier, NOTHING)
+    message = RowMessage(copier, NOTHING)
 
     # One step more is for the scalar.
-    assert sum(1 for _ in draft.reading(np.empty(0))) == number + 1
+    assert sum(1 for _ in message.reading(np.empty(0))) == number + 1
     expected = table if rows is None else table[rows]
     values = [*expected.reshape(-1), 3.0]
     begin = 8 if rows is None else 8 + rows.nbytes
-    assert draft.message()[begin:].view("f8").tolist() == values
-    assert draft.place == 7
+    message.complete(5)
+    assert message.data[begin:].view("f8").tolist() == values
+    assert (message.place, message.version) == (7, 5)

@@ -8,7 +8,7 @@ import pytest
 
 from hpcaccum import WaitTimeoutError
 from hpcaccum.deadline import Deadline
-from hpcaccum.nodes import Change
+from hpcaccum.server.publisher import Change
 from hpcaccum.wake import Wake
 
 from ..common import WAIT
