@@ -31,7 +31,7 @@ _BYTES = np.dtype(np.uint8)
 class Batch:
     """Gradients that are summed together: vectors in `NodeParts`.
 
-    What `Slots` sum at a take, and what an `Inbox` passes on to a server.
+    What `Buffers` sum at a take, and what an `Inbox` passes on to a server.
 
     Attributes:
         parts: Where they lie.

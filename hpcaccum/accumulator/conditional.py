@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, SupportsIndex, SupportsInt
 import numpy as np
 
 from hpcaccum.accumulator.handle import Accumulator, Taken
-from hpcaccum.accumulator.settings import Settings, check_settings
-from hpcaccum.accumulator.storage import Slots, Sums
+from hpcaccum.accumulator.settings import check_settings
+from hpcaccum.accumulator.storage import Buffers, Sums
 from hpcaccum.arguments import (
     gradient_array,
     positive_weight,
@@ -89,21 +89,12 @@ class ConditionalAccumulator(Accumulator):
         workers: int | None = None,
     ) -> None:
         group = group_of(comm)
-
-        def check() -> Settings:
-            return check_settings(
-                dtype=dtype,
-                shape=shape,
-                shared_name=shared_name,
-                reduction=reduction_type,
-                host=host,
-                capacity=capacity,
-                storage=storage,
-                workers=group.size if workers is None else workers,
-                size=group.size,
-            )
-
-        super().__init__(group, name, check)
+        given = dtype, shape, shared_name, reduction_type, host, workers
+        super().__init__(
+            group,
+            name,
+            lambda: check_settings(group.size, *given, capacity, storage),
+        )
 
     def apply_grad(
         self,
@@ -266,7 +257,7 @@ class ConditionalAccumulator(Accumulator):
 
     def _reduce(self, closed: Closed, out: Array | None, deadline: Deadline) -> Array:
         shape, storage = self._protocol.shapes.shape(closed.shape), self._storage
-        assert isinstance(storage, (Slots, Sums))
+        assert isinstance(storage, (Buffers, Sums))
         found = result_array(out, self.dtype, shape)
         result = np.empty(shape, self.dtype) if is_device(found) else found
         flat = result.reshape(-1)

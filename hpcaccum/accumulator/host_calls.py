@@ -20,7 +20,7 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hpcaccum.accumulator.declared_shape import size_of
+from hpcaccum.accumulator.settings import size_of
 from hpcaccum.deadline import Deadline, grace
 from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError
 from hpcaccum.nodes import Calls, LostNodeError

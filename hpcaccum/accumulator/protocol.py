@@ -36,17 +36,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hpcaccum.accumulator.membership import Membership
 from hpcaccum.accumulator.receipts import Counters, Receipt
-from hpcaccum.accumulator.row_shapes import RowShapes
+from hpcaccum.accumulator.settings import SUM
 from hpcaccum.accumulator.shapes import (
     FixedShape,
+    RowShapes,
     ShapePerRound,
     ShapePolicy,
     ShapeTable,
 )
-from hpcaccum.accumulator.state import Packing, Record, State, admits
-from hpcaccum.accumulator.storage import Sums
+from hpcaccum.accumulator.state import Packing, Record, State, WordLayout, admits
 from hpcaccum.accumulator.ticket_lock import TicketLock
-from hpcaccum.accumulator.word_layout import WordLayout
 from hpcaccum.errors import InvalidArgumentError, format_ranks
 from hpcaccum.mpi import bits
 from hpcaccum.nodes import words_of
@@ -126,7 +125,7 @@ class AdmissionProtocol:
         rank, n = group.rank, group.size
         self._what, self._rank, self._size = what, rank, n
         # Whether a rank that adds a gradient spoils no more than its own sum.
-        self._apart = settings.storage != Sums.name
+        self._apart = settings.storage != SUM
         self.packing = Packing(shaped=not settings.has_one_shape)
         layout = WordLayout(after=_FIXED)
         members = layout.take(Membership.words(n))

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from hpcaccum.accumulator.host_calls import HostCalls
 from hpcaccum.accumulator.protocol import AdmissionProtocol
-from hpcaccum.accumulator.row_storage import RowSlots
-from hpcaccum.accumulator.settings import Settings
-from hpcaccum.accumulator.storage import Slots, Storage, Sums
+from hpcaccum.accumulator.settings import SUM, Settings
+from hpcaccum.accumulator.storage import Buffers, RowBuffers, Storage, Sums
 from hpcaccum.accumulator.taker import Taker
 from hpcaccum.accumulator.writer import Writer
 from hpcaccum.dtypes import accumulation_dtype
@@ -204,7 +203,7 @@ def make_storage(group: Group, settings: Settings, what: str) -> Storage:
     dtype, capacity = accumulation_dtype(settings.dtype), settings.capacity
     root = settings.host
     if settings.is_sparse:
-        return RowSlots(group, root, capacity, settings.row_size, dtype, what)
-    if settings.storage == Sums.name:
+        return RowBuffers(group, root, capacity, settings.row_size, dtype, what)
+    if settings.storage == SUM:
         return Sums(group, root, capacity, dtype, what)
-    return Slots(group, root, capacity, dtype, what, settings.rows)
+    return Buffers(group, root, capacity, dtype, what, settings.rows)

@@ -9,6 +9,8 @@ from hpcaccum.mpi import number_of
 
 # Gradients of one rank in one round: 20 bits. Then the number of a shape.
 _MAX_NUMBER, _MAX_SHAPE = (1 << 20) - 1, (1 << 10) - 1
+# 64 bytes on every processor that is common in clusters.
+_WORDS_PER_LINE = 8
 
 
 def admits(step: Any, local_step: Any, max_lag: float = 0) -> Any:
@@ -162,3 +164,33 @@ class Closed:
     def weight(self) -> float:
         """Sum of the weights of the gradients."""
         return sum(record.weight for record in self.records.values())
+
+
+class WordLayout:
+    """Assigns consecutive words to the parts of an object, in the order of the calls.
+
+    The words of one `take` are adjacent, and those of two calls follow each other, so
+    that one read can cover them.
+
+    Args:
+        after: A layout whose words come first, of words that every instance has.
+
+    Attributes:
+        count: Words assigned so far.
+    """
+
+    def __init__(self, after: WordLayout | None = None) -> None:
+        self.count: int = after.count if after else 0
+
+    def take(self, count: int = 1, *, own_lines: bool = False) -> int:
+        """Assign ``count`` words; return the index of the first."""
+        if own_lines:
+            self._align()
+        index = self.count
+        self.count += count
+        if own_lines:
+            self._align()
+        return index
+
+    def _align(self) -> None:
+        self.count += -self.count % _WORDS_PER_LINE

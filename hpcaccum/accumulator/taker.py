@@ -11,9 +11,9 @@ import functools
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from hpcaccum.accumulator.declared_shape import size_of
 from hpcaccum.accumulator.one_thread import OneThread
 from hpcaccum.accumulator.protocol import MEMBERS, STATE
+from hpcaccum.accumulator.settings import size_of
 from hpcaccum.accumulator.state import Closed
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError, format_ranks
