@@ -20,6 +20,7 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hpcaccum.accumulator.protocol import Request
 from hpcaccum.accumulator.settings import size_of
 from hpcaccum.deadline import Deadline, grace
 from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError
@@ -29,8 +30,7 @@ from hpcaccum.spans import traced
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted, Fresh
-    from hpcaccum.accumulator.shapes import Offer
+    from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted
     from hpcaccum.accumulator.state import Closed, State
     from hpcaccum.accumulator.storage import Storage
     from hpcaccum.accumulator.taker import Taker, Wait, Waits
@@ -67,35 +67,17 @@ class HostCalls(Calls):
         self._closed: dict[int, tuple[State, Closed]] = {}
         # The ranks that want their takes to end.
         self._given_up: set[int] = set()
-        self._functions: dict[str, Callable[..., Any]] = {
-            "admit": self._admit,
-            "arrive": self._arrive,
-            "abandon": self._abandon,
-            "take": self._take,
-            "missing": self._missing,
-            "give up": self._give_up,
-            "leave": self._leave,
-            "complete": self._complete,
-            "lose": self._lose,
-        }
         # Last: other ranks may call at once.
         super().__init__(group, protocol.words.root, self._serve, what)
 
     # A rank of another node
 
-    def admit(
-        self,
-        local_step: int,
-        offer: Offer,
-        fresh: tuple[Fresh | None, Fresh | None],
-        weight: float,
-        only: int | None,
-        contents: bytes | None,
-    ) -> Call:
+    def admit(self, request: Request) -> Call:
         """Begin to have a gradient admitted: the result is that of the protocol's."""
         # The answer may lead other ranks to what is in the buffer.
         self._protocol.words.sync()
-        return self.begin("admit", local_step, offer, fresh, weight, only, contents)
+        # Its parts are shorter in a message.
+        return self.begin("admit", *request)
 
     def arrive(self, admitted: Admitted) -> Call:
         """Begin to publish that a gradient is in place."""
@@ -157,7 +139,7 @@ class HostCalls(Calls):
             if error is call.answer:
                 raise
             if call.answer is None:
-                self.begin("give up")
+                self.begin("give_up")
             # It may be closed nevertheless, or have been when the limit passed.
             closed = self._last_answer(call)
             if closed is None:
@@ -187,30 +169,16 @@ class HostCalls(Calls):
     # The agent
 
     def _serve(self, rank: int, kind: str, *arguments: Any) -> Any:
-        return self._functions[kind](rank, *arguments)
+        return getattr(self, f"_{kind}")(rank, *arguments)
 
-    def _admit(
-        self,
-        rank: int,
-        local_step: int,
-        offer: Offer,
-        fresh: tuple[Fresh | None, Fresh | None],
-        weight: float,
-        only: int | None,
-        contents: bytes | None,
-    ) -> Admitted:
+    def _admit(self, rank: int, *parts: Any) -> Admitted:
+        request = Request(*parts)
+        offer, contents = request.offer, request.contents
+        assert offer is not None
         keep: Callable[[int], None] | None = None
         if contents is not None:
             keep = functools.partial(self._storage.keep, rank, contents=contents)
-        return self._protocol.admit(
-            rank,
-            local_step,
-            lambda: offer,
-            fresh.__getitem__,
-            weight=weight,
-            only=only,
-            keep=keep,
-        )
+        return self._protocol.admit(rank, request, lambda: offer, keep)
 
     def _arrive(self, rank: int, admitted: Admitted, contents: bytes | None) -> bool:
         record = admitted.record

@@ -57,9 +57,6 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator.shapes import Offer
     from hpcaccum.mpi import AtomicWords, Group
 
-# A buffer, and whether the gradient is in it already.
-Fresh = tuple[int, bool]
-
 # Writes to STATE must not invalidate the cache line of other words.
 _FIXED = WordLayout()
 STATE = _FIXED.take(own_lines=True)
@@ -74,6 +71,27 @@ _NUM_LOST = _FIXED.take()
 MEMBERS = _FIXED.count
 # The intents of two ranks are on different cache lines.
 _APART = 8
+
+
+class Request(NamedTuple):
+    """What a rank asks for: that a gradient is admitted.
+
+    Attributes:
+        local_step: The step at which it was computed.
+        weight: What it counts.
+        fresh: The first buffer that its rank has for a round, by parity; None if it has
+            none at the moment.
+        in_place: Whether the gradient is in that buffer, or comes as ``contents``.
+        offer: Of a rank of another node.
+        contents: Of the buffer, of which the agent keeps a copy; None if it does not.
+    """
+
+    local_step: int
+    weight: float
+    fresh: tuple[int | None, int | None]
+    in_place: bool
+    offer: Offer | None = None
+    contents: bytes | None = None
 
 
 class Admitted(NamedTuple):
@@ -179,12 +197,8 @@ class AdmissionProtocol:
     def admit(
         self,
         rank: int,
-        local_step: int,
+        request: Request,
         offer: Callable[[], Offer],
-        fresh: Callable[[int], Fresh | None],
-        *,
-        weight: float = 1.0,
-        only: int | None = None,
         keep: Callable[[int], None] | None = None,
     ) -> Admitted:
         """Admit a gradient of a rank to the open round, or drop it.
@@ -194,17 +208,14 @@ class AdmissionProtocol:
 
         Args:
             rank: Which has no other gradient on its way.
-            local_step: The step at which the gradient was computed.
-            offer: Returns what the shape policy needs to know of it.
-            fresh: Returns the first buffer that the rank has for a round, by parity.
-            weight: Of the gradient.
-            only: Parity to which the gradient may be admitted, if not to both.
+            request: Says what the rank asks for.
+            offer: Returns what the shape policy needs to know of the gradient.
             keep: Has an agent keep a copy of what is in a buffer.
 
         Raises:
             InvalidArgumentError: If the shape does not fit, or the round is full.
         """
-        word, offered = self.words.read(STATE), None
+        word, offered, local_step = self.words.read(STATE), None, request.local_step
         while True:
             state = self.packing.unpack(word)
             step, parity = state.step, state.parity
@@ -213,36 +224,49 @@ class AdmissionProtocol:
                 return Admitted(False, local_step, step, parity)
             offered = offered or offer()
             shape = self._shape_of(offered, state)
-            index = self.record_index(parity, rank)
             # Only its rank changes it, and a take before the round is open.
-            held, place = self.words.peek(index), fresh(parity)
-            if only not in (None, parity) or not (held or place):
+            held = self.words.peek(self.record_index(parity, rank))
+            if not held and request.fresh[parity] is None:
                 return Admitted(None, local_step, step, parity)
             self._set_intent(rank, 1 + parity)
             new = self.packing.pack(state.admitted(shape))
             found = self.words.compare_and_swap(STATE, word, new)
             if found == word:
-                break
+                return self._join(rank, request, state, shape, held, keep)
             self.end_intent(rank)
             word = found
+
+    def _join(
+        self,
+        rank: int,
+        request: Request,
+        state: State,
+        shape: int,
+        held: int,
+        keep: Callable[[int], None] | None,
+    ) -> Admitted:
+        """Record a gradient that was admitted to a round in which its rank had some."""
+        parity, buffer, complete = state.parity, request.fresh[state.parity], False
+        before = None
         if held:
-            had = self.words.read(self._weight_index(parity, rank))
-            before: Record | None = Record.of(held, had)
-            record = Record.of(held, had).written(weight)._replace(shape=shape)
-            complete = False
+            weight = self.words.read(self._weight_index(parity, rank))
+            before = Record.of(held, weight)
+            record = before.written(request.weight)._replace(shape=shape)
         else:
-            assert place is not None
-            complete, copied = place[1] and self._apart, keep is not None
-            before = None
-            record = Record(place[0], 1, 0, shape, int(copied), weight)
+            assert buffer is not None
+            complete = request.in_place and self._apart
+            copied = int(keep is not None)
+            record = Record(buffer, 1, 0, shape, copied, request.weight)
             if keep is not None:
-                keep(place[0])
-        admitted = Admitted(True, local_step, step, parity, before, record, complete)
+                keep(buffer)
+        admitted = Admitted(
+            True, request.local_step, state.step, parity, before, record, complete
+        )
         if complete:
             self.arrive(rank, admitted)
         elif before or not self._apart:
             adding = record._replace(number=record.number - 1, adding=1)
-            self.words.write(index, adding.word())
+            self.words.write(self.record_index(parity, rank), adding.word())
         return admitted
 
     def _shape_of(self, offer: Offer, state: State) -> int:

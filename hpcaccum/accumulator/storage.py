@@ -32,7 +32,7 @@ from hpcaccum.spans import traced
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from hpcaccum.accumulator.state import Closed, Record
     from hpcaccum.deadline import Deadline
@@ -62,11 +62,10 @@ class Buffers:
 
     Attributes:
         parts: The memory of all buffers.
-        sends: Whether MPI sends what `write` gets.
         apart: Whether the gradients of each rank are kept apart.
     """
 
-    name, sends, apart = SLOTS, False, True
+    name, apart = SLOTS, True
 
     def __init__(
         self,
@@ -141,26 +140,27 @@ class Buffers:
             self.pin()
         return grad
 
-    def surely_fits(self, index: int, grad: Any) -> bool:
-        """Whether a buffer has room for a gradient, even if it has none of its rows."""
-        held = self.buffer(index)
-        return all(
-            place.number(held) + rows.indices.size <= place.form.capacity
-            for place, rows in self._rows_of(grad)
-        )
+    def check_room(self, index: int, grad: Any, joins: Callable[[], bool]) -> None:
+        """Raise InvalidArgumentError if a buffer has no room for another gradient.
 
-    def overflow(self, index: int, grad: Any) -> InvalidArgumentError | None:
-        """Return the error if a buffer has no room for the rows of another gradient."""
+        Args:
+            index: The buffer.
+            grad: The gradient, of which rows need room.
+            joins: Returns whether it is added to what is in the buffer; slow.
+        """
         held = self.buffer(index)
         for place, rows in self._rows_of(grad):
+            room = place.form.capacity
+            # Surely, if they have no row in common.
+            if place.number(held) + rows.indices.size <= room or not joins():
+                continue
             number = union_size(place.rows(held).indices, rows.indices)
-            if number > place.form.capacity:
-                return InvalidArgumentError(
+            if number > room:
+                raise InvalidArgumentError(
                     f"{self._label(place)}: the gradients of a rank in one round have "
-                    f"at most {place.form.capacity} different rows (capacity=); those "
-                    f"of rank {self._rank} would have {number}"
+                    f"at most {room} different rows (capacity=); those of rank "
+                    f"{self._rank} would have {number}"
                 )
-        return None
 
     def _rows_of(self, grad: Any) -> list[tuple[RowPlace, Rows]]:
         return [(place, place.rows(grad)) for place in self._rows]
@@ -370,7 +370,7 @@ class Sums:
     attributes are those of `Buffers`.
     """
 
-    name, sends, apart = SUM, True, False
+    name, apart = SUM, False
 
     def __init__(
         self,
@@ -448,6 +448,9 @@ class Sums:
 
     def keep(self, rank: int, index: int, contents: bytes) -> None:
         """Do nothing: as `short`."""
+
+    def check_room(self, index: int, grad: Any, joins: Callable[[], bool]) -> None:
+        """Do nothing: gradients have no rows."""
 
     def is_lost(self, rank: int, record: Record, copies: bool) -> bool:
         """Return False: all gradients are on the root."""
