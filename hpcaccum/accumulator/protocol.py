@@ -37,13 +37,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hpcaccum.accumulator.membership import Membership
 from hpcaccum.accumulator.receipts import Counters, Receipt
 from hpcaccum.accumulator.settings import SUM
-from hpcaccum.accumulator.shapes import (
-    FixedShape,
-    RowShapes,
-    ShapePerRound,
-    ShapePolicy,
-    ShapeTable,
-)
+from hpcaccum.accumulator.shapes import RowShapes, Shapes, ShapeTable
 from hpcaccum.accumulator.state import Packing, Record, State, WordLayout, admits
 from hpcaccum.accumulator.ticket_lock import TicketLock
 from hpcaccum.errors import InvalidArgumentError, format_ranks
@@ -133,7 +127,7 @@ class AdmissionProtocol:
 
     Attributes:
         words: All words.
-        shapes: The shape policy.
+        shapes: Which shapes fit a round.
         membership: Which ranks contribute.
         take_lock: Held by the take that has its turn, first come, first served.
         counters: What happened to the gradients of each rank.
@@ -159,7 +153,8 @@ class AdmissionProtocol:
         self.membership = Membership(words, members, rank, n, settings.workers)
         self.take_lock = TicketLock(words, lock, n, self.membership.dead)
         self.counters = Counters(words, counters, n)
-        self.shapes = _policy(settings, what, ShapeTable(words, table, limit))
+        shapes = RowShapes if settings.is_sparse else Shapes
+        self.shapes = shapes(settings, what, ShapeTable(words, table, limit))
 
     def state(self) -> State:
         """Return the state now."""
@@ -209,7 +204,7 @@ class AdmissionProtocol:
         Args:
             rank: Which has no other gradient on its way.
             request: Says what the rank asks for.
-            offer: Returns what the shape policy needs to know of the gradient.
+            offer: Returns what decides whether its shape fits.
             keep: Has an agent keep a copy of what is in a buffer.
 
         Raises:
@@ -272,8 +267,6 @@ class AdmissionProtocol:
     def _shape_of(self, offer: Offer, state: State) -> int:
         """Return the number of a gradient's shape, if it may join the open round."""
         shape = self.shapes.number(offer, state.shape)
-        if shape is None:
-            raise self.shapes.misfit(offer, state.shape)
         if state.number >= self.packing.max_count and not state.waiting:
             raise InvalidArgumentError(
                 f"{self._what}: a round holds at most {self.packing.max_count} "
@@ -436,11 +429,3 @@ class AdmissionProtocol:
         """Return which ranks were admitted and have not written, for messages."""
         slow = self.open_intents(parity)
         return f"{format_ranks(slow)}, admitted to the round, to finish writing"
-
-
-def _policy(settings: Settings, what: str, table: ShapeTable) -> ShapePolicy:
-    """Return the shape policy; ``table`` is for shapes that differ between rounds."""
-    if settings.has_one_shape:
-        return FixedShape(settings, what)
-    policy = RowShapes if settings.is_sparse else ShapePerRound
-    return policy(settings, what, table)
