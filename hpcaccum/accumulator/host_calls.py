@@ -1,16 +1,15 @@
 """Admission and takes for ranks of other nodes, by the agent of the host's node.
 
-The agent has the words on its own node. So a rank needs one message and its answer for
-an admission, and for a take another one when the round is reduced. The agent calls the
-functions that a rank of its node calls.
+The agent has the words on its own node, and calls the functions that a rank of its node
+calls. So a rank needs one message and its answer for an admission, and for a take
+another one when the round is reduced.
 
 A short gradient is part of the message. The agent keeps a copy, and need not ask for
 the gradient when the round is reduced. If it has all gradients of a round, and they are
 short, the answer to a take has their sum.
 
 A rank that waits for a take has the time limit, and may be interrupted. Then it has the
-agent end the take. If a rank dies, so that others pass its place in the line, the agent
-itself says so: it is not in the middle of a take of that rank.
+agent end the take.
 """
 
 from __future__ import annotations
@@ -41,15 +40,7 @@ T = TypeVar("T")
 
 
 class HostCalls(Calls):
-    """Calls of the agent of the host's node, for one accumulator. Collective.
-
-    Args:
-        group: The ranks, on several nodes.
-        protocol: Has the words.
-        storage: Has the buffers.
-        taker: Takes.
-        what: Name for messages.
-    """
+    """Calls of the agent of the host's node, for one accumulator. Collective."""
 
     def __init__(
         self,
@@ -99,33 +90,23 @@ class HostCalls(Calls):
     ) -> T:
         """Do as `Taker.take`."""
         with self._taker.inside.hold("take_grad", deadline):
-            return self._take_in_turn(required, at_least, deadline, reduce)
-
-    def _take_in_turn(
-        self,
-        required: int,
-        at_least: int | None,
-        deadline: Deadline,
-        reduce: Callable[[Closed], T],
-    ) -> T:
-        if self._leaving is not None:
-            self._leaving.result(deadline, self.missing)
-            self._leaving = None
-        again = False
-        try:
-            while True:
-                closed = self._close(required, at_least, again, deadline)
-                try:
-                    result = reduce(closed)
-                    break
-                except LostNodeError:
-                    # Again, without the gradients that were there.
-                    again = True
-        except BaseException:
-            self._end_take("leave")
-            raise
-        self._end_take("complete")
-        return result
+            if self._leaving is not None:
+                self._leaving.result(deadline, self.missing)
+                self._leaving = None
+            again, end = False, "leave"
+            try:
+                while True:
+                    closed = self._close(required, at_least, again, deadline)
+                    try:
+                        result = reduce(closed)
+                    except LostNodeError:
+                        # Again, without the gradients that were there.
+                        again = True
+                    else:
+                        end = "complete"
+                        return result
+            finally:
+                self._end_take(end)
 
     @traced("take")
     def _close(
@@ -159,9 +140,9 @@ class HostCalls(Calls):
         """Return what the take of this rank waits for, for messages."""
         return str(self.call("missing"))
 
-    def _end_take(self, how: str) -> None:
+    def _end_take(self, end: str) -> None:
         """End the take of this rank; wait for a moment at most."""
-        self._leaving = self.begin(how)
+        self._leaving = self.begin(end)
         with contextlib.suppress(WaitTimeoutError):
             self._leaving.result(grace(self.what))
             self._leaving = None

@@ -116,14 +116,7 @@ class Admitted(NamedTuple):
 
 
 class AdmissionProtocol:
-    """The words of one accumulator, and the admission of gradients.
-
-    Collective.
-
-    Args:
-        group: The ranks.
-        settings: Of the accumulator.
-        what: Name for messages.
+    """The words of one accumulator, and the admission of gradients. Collective.
 
     Attributes:
         words: All words.
@@ -203,7 +196,7 @@ class AdmissionProtocol:
 
         Args:
             rank: Which has no other gradient on its way.
-            request: Says what the rank asks for.
+            request: What it asks for.
             offer: Returns what decides whether its shape fits.
             keep: Has an agent keep a copy of what is in a buffer.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 
 from hpcaccum.accumulator.host_calls import HostCalls
 from hpcaccum.accumulator.protocol import AdmissionProtocol
@@ -17,13 +17,7 @@ from hpcaccum.errors import InvalidArgumentError, LostRankError, WaitTimeoutErro
 from hpcaccum.mpi import Freeable, Group, is_ending
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from hpcaccum.accumulator.receipts import Tally
-    from hpcaccum.accumulator.state import Closed
-    from hpcaccum.deadline import Deadline
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,17 +51,13 @@ class AccumulatorStatistics:
 class SharedAccumulator(Freeable):
     """The accumulator behind its handles, freed with the last one. Collective.
 
-    Args:
-        group: The ranks.
-        settings: The checked arguments.
-        what: Name for messages, that of the first handle.
-
     Attributes:
-        group, settings: As given.
+        group, settings: The ranks, and the checked arguments.
         protocol: Admits gradients.
         storage: Has them until they are taken.
         writer, taker: This rank's gradients, and takes.
         calls: Those of the agent of the host's node, between nodes.
+        take: `Taker.take`, by that agent if the host's node is another.
         earlier: The counts of runs that this one continues.
     """
 
@@ -78,27 +68,17 @@ class SharedAccumulator(Freeable):
         with contextlib.ExitStack() as undo:
             self.protocol = AdmissionProtocol(group, settings, what)
             undo.callback(self.protocol.free)
-            self.storage = make_storage(group, settings, what)
+            self.storage = _storage(group, settings, what)
             undo.pop_all()
         self.taker = Taker(self.protocol, self.storage, group.rank, what)
-        self.calls: HostCalls | None = None
+        self.take, self.calls = self.taker.take, None
         if not group.single_node:
             parts = group, self.protocol, self.storage, self.taker, what
             self.calls = self.taker.calls = HostCalls(*parts)
+            if not self.calls.near:
+                self.take = self.calls.take
         self.writer = Writer(self.protocol, self.storage, group.rank, self.calls, what)
         self._register(group, group.label(what))
-
-    def take(
-        self,
-        required: int,
-        at_least: int | None,
-        deadline: Deadline,
-        reduce: Callable[[Closed], T],
-    ) -> T:
-        """Do as `Taker.take`; by the agent of the host's node, if that is another."""
-        if self.calls is not None and not self.calls.near:
-            return self.calls.take(required, at_least, deadline, reduce)
-        return self.taker.take(required, at_least, deadline, reduce)
 
     @classmethod
     def attach(cls, group: Group, settings: Settings, what: str) -> SharedAccumulator:
@@ -198,7 +178,7 @@ def _kind(settings: Settings) -> str:
     return "sparse" if settings.is_sparse else "dense"
 
 
-def make_storage(group: Group, settings: Settings, what: str) -> Storage:
+def _storage(group: Group, settings: Settings, what: str) -> Storage:
     """Return a new storage. Collective."""
     dtype, capacity = accumulation_dtype(settings.dtype), settings.capacity
     root = settings.host

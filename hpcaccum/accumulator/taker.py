@@ -59,12 +59,6 @@ Waits = Generator[Wait, Any, T]
 class Taker:
     """The takes of an accumulator.
 
-    Args:
-        protocol: Admits gradients; see there how a take that waits or fails behaves.
-        storage: Where the gradients are.
-        rank: This rank.
-        what: Name for messages.
-
     Attributes:
         inside: Threads of one rank share its place in the line.
         calls: Those of the agent of the host's node; None if there is one node.
@@ -87,14 +81,8 @@ class Taker:
     ) -> T:
         """Do as `hold_round`, and return the reduction of its gradients, at least one.
 
-        Args:
-            required: See `hold_round`.
-            at_least: Likewise.
-            deadline: Likewise.
-            reduce: Called with the round; again, with what is left, if a node is lost.
-
-        Raises:
-            Exception: What ``reduce`` raises.
+        ``reduce`` is called with the round; again, with what is left, if a node is
+        lost.
         """
         while True:
             # If a node with gradients of the round is lost, the others are taken.
@@ -263,8 +251,7 @@ class Taker:
     def _request(self, state: State, wanted: int, changes: int) -> Waits[bool]:
         """Have writers close the round at ``wanted`` gradients; wait until they do.
 
-        Returns:
-            False if the round changed before the request, or a rank left meanwhile.
+        False: the round changed before the request, or a rank left meanwhile.
         """
         self._protocol.announce(wanted)
         request = state._replace(waiting=1, number=wanted - state.number)
@@ -347,10 +334,7 @@ class Taker:
         return found
 
     def _found(self, closing: State, copies: bool = True) -> Closed:
-        """Return what of a round has arrived, and can be reached.
-
-        Without sums that are none.
-        """
+        """Return what of a round has arrived, and can be reached."""
         records = self._protocol.read_records(closing.parity)
         adding = any(record.adding for record in records.values())
         if adding and not self._storage.apart:
