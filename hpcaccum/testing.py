@@ -115,7 +115,7 @@ def admit(accumulator: Any, local_step: int = 0) -> Callable[[Any], None]:
 def is_in_line(accumulator: Any, rank: int) -> bool:
     """Return whether a take of a rank waits, for others or for gradients."""
     lock = accumulator._protocol.take_lock
-    return bool(lock._words.read(lock._places + rank) > 0)
+    return bool(lock._words.read(lock._tickets + rank) > 0)
 
 
 def take_waits(accumulator: Any) -> bool:

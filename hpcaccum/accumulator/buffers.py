@@ -34,10 +34,6 @@ class RankBuffers:
     A buffer is not tied to a parity. While a round that is being reduced holds one, the
     other serves the open round; a gradient that was computed in a slot is admitted to
     the round that is open by then.
-
-    Args:
-        protocol: Has this rank's records.
-        storage: Has the memory.
     """
 
     def __init__(self, protocol: AdmissionProtocol, storage: Storage) -> None:
@@ -58,8 +54,7 @@ class RankBuffers:
     def fresh(self, slot: int | None) -> tuple[int | None, int | None]:
         """Return the first buffer for a round of each parity; None if there is none.
 
-        Args:
-            slot: That contains the gradient, if one does.
+        ``slot`` is the one that contains the gradient, if one does.
         """
         if not self._lent:
             one, two = self._records

@@ -128,7 +128,7 @@ class DeviceAccumulator(AccumulatorOnDevice):
             Whether it was accepted, and at which step.
 
         Raises:
-            InvalidArgumentError: For a wrong shape, dtype, place or step, or a weight
+            InvalidArgumentError: For a wrong shape, dtype, device or step, or a weight
                 that is not a finite number above 0. Nothing has changed then.
         """
         self._check_open()

@@ -88,7 +88,7 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
             Whether it was accepted, and at which step.
 
         Raises:
-            InvalidArgumentError: For a wrong shape, dtype, place, step or weight.
+            InvalidArgumentError: For a wrong shape, dtype, device, step or weight.
                 Nothing has changed then.
         """
         self._check_open()

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, cast
 
 from hpcaccum.accumulator.host_calls import HostCalls
 from hpcaccum.accumulator.protocol import AdmissionProtocol
-from hpcaccum.accumulator.settings import SUM, Settings
-from hpcaccum.accumulator.storage import Buffers, RowBuffers, Storage, Sums
+from hpcaccum.accumulator.settings import Settings
+from hpcaccum.accumulator.storage import make_storage
 from hpcaccum.accumulator.taker import Taker
 from hpcaccum.accumulator.writer import Writer
-from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError, LostRankError, WaitTimeoutError
 from hpcaccum.mpi import Freeable, Group, is_ending
 
@@ -68,7 +67,7 @@ class SharedAccumulator(Freeable):
         with contextlib.ExitStack() as undo:
             self.protocol = AdmissionProtocol(group, settings, what)
             undo.callback(self.protocol.free)
-            self.storage = _storage(group, settings, what)
+            self.storage = make_storage(group, settings, what)
             undo.pop_all()
         self.taker = Taker(self.protocol, self.storage, group.rank, what)
         self.take, self.calls = self.taker.take, None
@@ -176,14 +175,3 @@ def _key(settings: Settings) -> str:
 
 def _kind(settings: Settings) -> str:
     return "sparse" if settings.is_sparse else "dense"
-
-
-def _storage(group: Group, settings: Settings, what: str) -> Storage:
-    """Return a new storage. Collective."""
-    dtype, capacity = accumulation_dtype(settings.dtype), settings.capacity
-    root = settings.host
-    if settings.is_sparse:
-        return RowBuffers(group, root, capacity, settings.row_size, dtype, what)
-    if settings.storage == SUM:
-        return Sums(group, root, capacity, dtype, what)
-    return Buffers(group, root, capacity, dtype, what, settings.rows)

@@ -170,13 +170,8 @@ class WordLayout:
     """Assigns consecutive words to the parts of an object, in the order of the calls.
 
     The words of one `take` are adjacent, and those of two calls follow each other, so
-    that one read can cover them.
-
-    Args:
-        after: A layout whose words come first, of words that every instance has.
-
-    Attributes:
-        count: Words assigned so far.
+    that one read can cover them. Words of ``after``, which every instance has, come
+    first. ``count`` words have been assigned so far.
     """
 
     def __init__(self, after: WordLayout | None = None) -> None:

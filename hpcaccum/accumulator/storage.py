@@ -15,6 +15,7 @@ import numpy as np
 from hpcaccum import device
 from hpcaccum.accumulator.batch import Batch
 from hpcaccum.accumulator.settings import ROWS, SLOTS, SUM
+from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Region
 from hpcaccum.nodes import NodeParts, Place, is_short
@@ -32,8 +33,9 @@ from hpcaccum.spans import traced
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
+    from hpcaccum.accumulator.settings import Settings
     from hpcaccum.accumulator.state import Closed, Record
     from hpcaccum.deadline import Deadline
     from hpcaccum.dtypes import Array
@@ -54,11 +56,9 @@ class Buffers:
 
     Args:
         group: The ranks.
-        root: The rank whose node's agent may have copies.
-        capacity: Maximum number of elements of a gradient.
-        dtype: Accumulation dtype.
+        settings: Of the accumulator.
         what: Name for messages.
-        rows: The places of rows in a vector.
+        size: Elements of a buffer; by default the longest gradient.
 
     Attributes:
         parts: The memory of all buffers.
@@ -68,19 +68,15 @@ class Buffers:
     name, apart = SLOTS, True
 
     def __init__(
-        self,
-        group: Group,
-        root: int,
-        capacity: int,
-        dtype: np.dtype[Any],
-        what: str,
-        rows: Sequence[RowPlace] = (),
+        self, group: Group, settings: Settings, what: str, size: int | None = None
     ) -> None:
-        self._rank, self._stride = group.rank, _aligned(capacity * dtype.itemsize)
+        self._rank, self._rows = group.rank, settings.rows
+        self._dtype = accumulation_dtype(settings.dtype)
+        self._capacity = settings.capacity if size is None else size
+        self._stride = _aligned(self._capacity * self._dtype.itemsize)
         self.parts = NodeParts(group, 2 * self._stride, what, longest=self._stride)
-        self._capacity, self._dtype, self._rows = capacity, dtype, rows
         # Whether the agent of this node may have copies.
-        self._has_copies = self.parts.is_here(root)
+        self._has_copies = self.parts.is_here(settings.host)
         self._threads = group.own_cores
         # This rank's buffers, after its first gradient from a device.
         self._pinned: device.Pinned | None = None
@@ -172,23 +168,18 @@ class Buffers:
     def write(
         self, parity: int, index: int, grad: Any, weight: float, before: Record | None
     ) -> None:
-        """Store a gradient in this rank's buffer, or add it to the sum there.
+        """Store what `prepare` returned in this rank's buffer, or add it to the sum.
 
-        Args:
-            parity: Of the round; unused.
-            index: The buffer.
-            grad: What `prepare` returned.
-            weight: Of the gradient.
-            before: What the buffer has of this round; None if nothing.
+        ``before`` is what the buffer has of the round; None if nothing.
         """
-        place = self._view(index, grad.size).reshape(grad.shape)
+        target = self._view(index, grad.size).reshape(grad.shape)
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):
             if before is None:
-                device.copyto(place, grad)
+                device.copyto(target, grad)
             else:
                 factors = before.factor, weight
-                self._add(place.reshape(-1), device.to_host(grad).reshape(-1), factors)
+                self._add(target.reshape(-1), device.to_host(grad).reshape(-1), factors)
 
     def _add(self, sums: Array, grad: Array, factors: tuple[float, float]) -> None:
         for place, rows in self._rows_of(grad):
@@ -205,17 +196,8 @@ class Buffers:
     ) -> None:
         """Set a vector to the weighted sum of a round's gradients, over ``divisor``.
 
-        On one node every gradient is read once, from its slot, and the result is
-        written once.
-
-        Args:
-            closed: The round.
-            divisor: More than 0.
-            out: The vector.
-            deadline: Of the call. Other nodes have a minute, also if less is left.
-
-        Raises:
-            WaitTimeoutError: If other nodes do not send their sums in time.
+        On one node every gradient is read once, from its buffer, and the result is
+        written once. Other nodes have a minute, also if less is left.
         """
         if closed.total is not None:
             add_in_order([np.frombuffer(closed.total, self._dtype)], out, divisor)
@@ -257,12 +239,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class RowGradient:
-    """A gradient on its way into an accumulator of rows.
-
-    Attributes:
-        slices: As the user gave it.
-        dtype: Accumulation dtype.
-    """
+    """A gradient on its way into an accumulator of rows, in the accumulation dtype."""
 
     slices: IndexedSlices
     dtype: np.dtype[Any]
@@ -294,29 +271,15 @@ class RowGradient:
 
 
 class RowBuffers(Buffers):
-    """`Buffers` of gradients that are rows only, of any width up to a maximum.
-
-    Args:
-        group, root: As for `Buffers`.
-        capacity: Maximum number of rows in a buffer.
-        row_size: Maximum number of elements of a row.
-        dtype, what: As for `Buffers`.
-    """
+    """`Buffers` of gradients that are rows only, of any width up to a maximum."""
 
     name = ROWS
 
-    def __init__(
-        self,
-        group: Group,
-        root: int,
-        capacity: int,
-        row_size: int,
-        dtype: np.dtype[Any],
-        what: str,
-    ) -> None:
-        self._what = what
-        self._whole = RowPlace("rows", 0, RowFormat(capacity, row_size, dtype, True))
-        super().__init__(group, root, self._whole.end, dtype, what)
+    def __init__(self, group: Group, settings: Settings, what: str) -> None:
+        capacity, width = settings.capacity, settings.row_size
+        form = RowFormat(capacity, width, accumulation_dtype(settings.dtype), True)
+        self._what, self._whole = what, RowPlace("rows", 0, form)
+        super().__init__(group, settings, what, self._whole.end)
         # Nobody adds them element by element.
         self.parts.sends_short = False
 
@@ -345,10 +308,7 @@ class RowBuffers(Buffers):
         weight: float,
         before: Record | None,
     ) -> None:
-        """Store a gradient in this rank's buffer, or add it to the sum there.
-
-        See `Buffers.write`.
-        """
+        """Store a gradient in this rank's buffer, or add it; see `Buffers.write`."""
         rows, buffer = grad.rows, self.buffer(index)
         place = self._of_width(rows.values.shape[1])
         if before is not None:
@@ -366,25 +326,19 @@ class Sums:
     """Two sums on the root, to which MPI_Accumulate adds in the order of arrival.
 
     Between nodes they are on the first rank of its node. They take the memory of two
-    gradients there and none on other ranks, for any number of ranks. The arguments and
-    attributes are those of `Buffers`.
+    gradients there and none on other ranks, for any number of ranks. The methods are
+    those of `Buffers`.
     """
 
     name, apart = SUM, False
 
-    def __init__(
-        self,
-        group: Group,
-        root: int,
-        capacity: int,
-        dtype: np.dtype[Any],
-        what: str,
-    ) -> None:
-        self._capacity, self._dtype = capacity, dtype
-        self._stride = _aligned(capacity * dtype.itemsize)
+    def __init__(self, group: Group, settings: Settings, what: str) -> None:
+        self._capacity = settings.capacity
+        self._dtype = accumulation_dtype(settings.dtype)
+        self._stride = _aligned(self._capacity * self._dtype.itemsize)
         # Where the agent of the root's node reaches them.
-        leader = group.nodes[group.node_of[root]][0]
-        holder = root if group.single_node else leader
+        leader = group.nodes[group.node_of[settings.host]][0]
+        holder = settings.host if group.single_node else leader
         self._region = Region(group, holder, 2 * self._stride)
         self._threads = group.own_cores
         self._staging: dict[int, Array] = {}
@@ -472,6 +426,13 @@ class Sums:
 
 
 Storage = Buffers | Sums
+
+
+def make_storage(group: Group, settings: Settings, what: str) -> Storage:
+    """Return a new storage. Collective."""
+    kinds: list[type[Storage]] = [Buffers, RowBuffers, Sums]
+    by_name = {kind.name: kind for kind in kinds}
+    return by_name[settings.storage](group, settings, what)
 
 
 def _aligned(nbytes: int) -> int:

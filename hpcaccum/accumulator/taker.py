@@ -60,7 +60,7 @@ class Taker:
     """The takes of an accumulator.
 
     Attributes:
-        inside: Threads of one rank share its place in the line.
+        inside: Lets one thread of a rank take at a time.
         calls: Those of the agent of the host's node; None if there is one node.
     """
 
@@ -101,17 +101,12 @@ class Taker:
         at_least: int | None = None,
         empty: bool = False,
     ) -> Iterator[Closed]:
-        """Close a round of ``required`` gradients or more, and keep it for a block.
+        """Close a round of ``required`` gradients or more, and hold it for a block.
 
         For ranks of the host's node. If the block raises, or the admitted writers do
         not finish in time, the round stays on record and the next take resumes it.
-
-        Args:
-            required: Gradients to wait for.
-            deadline: Of the call.
-            at_least: Gradients that suffice when the limit passes; None: ``required``.
-            empty: Whether a round is kept of which all gradients were lost. If not,
-                another round is closed at its step.
+        ``at_least`` gradients suffice when the limit passes. A round of which all
+        gradients were lost is held if ``empty``; else another is closed at its step.
 
         Raises:
             WaitTimeoutError: Names what is missing.

@@ -26,16 +26,8 @@ if TYPE_CHECKING:
 class VectorAccumulator(ConditionalAccumulator):
     """Accumulates vectors, if they are not stale; for a parameter server. Collective.
 
-    `batch` takes them. Those with rows have no other take, as their rows cannot be
-    added element by element.
-
-    Args:
-        group: The ranks, all with the same arguments.
-        host: The rank on whose node is the step.
-        size, dtype: Of a vector.
-        workers: How many ranks contribute vectors.
-        rows: The places of rows in a vector, at its end.
-        what: Begins messages.
+    `batch` takes them. Those with rows, which lie at the places ``rows`` at their end,
+    have no other take, as their rows cannot be added element by element.
 
     Attributes:
         most: Maximum number of vectors in one round.
