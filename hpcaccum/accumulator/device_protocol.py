@@ -146,23 +146,14 @@ class AccumulatorOnDevice(Freeable):
     ) -> Receipt:
         """Queue the addition of a gradient, unless it is stale."""
         with self._calls.hold("apply_grad"):
-            return self._admit(local_step, weight, arrays, prepare)
-
-    def _admit(
-        self,
-        local_step: int,
-        weight: float,
-        arrays: Any,
-        prepare: Callable[[bool], Launch],
-    ) -> Receipt:
-        self._check_here()
-        state = self._state
-        receipt = Receipt(local_step >= state.step, local_step, state.step)
-        if receipt:
-            first = state.accumulated == 0
-            self._in_turn(lambda: prepare(first)(), arrays)
-        self._state = state.after(receipt, weight)
-        return receipt
+            self._check_here()
+            state = self._state
+            receipt = Receipt(local_step >= state.step, local_step, state.step)
+            if receipt:
+                first = state.accumulated == 0
+                self._in_turn(lambda: prepare(first)(), arrays)
+            self._state = state.after(receipt, weight)
+            return receipt
 
     def _take(
         self, num_required: Any, timeout: float | None, reduce: Callable[[float], T]

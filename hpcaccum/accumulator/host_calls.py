@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcaccum.accumulator.protocol import Request
@@ -156,10 +155,13 @@ class HostCalls(Calls):
         request = Request(*parts)
         offer, contents = request.offer, request.contents
         assert offer is not None
-        keep: Callable[[int], None] | None = None
-        if contents is not None:
-            keep = functools.partial(self._storage.keep, rank, contents=contents)
-        return self._protocol.admit(rank, request, lambda: offer, keep)
+        admitted = self._protocol.admit(rank, request, lambda: offer)
+        if admitted.complete:
+            assert admitted.record is not None
+            if contents is not None:
+                self._storage.keep(rank, admitted.record.buffer, contents)
+            self._protocol.arrive(rank, admitted)
+        return admitted
 
     def _arrive(self, rank: int, admitted: Admitted, contents: bytes | None) -> bool:
         record = admitted.record

@@ -98,8 +98,7 @@ class Admitted(NamedTuple):
         parity: Of the open round.
         before: What its rank had in the round; None if nothing.
         record: What it has, once the gradient is in place.
-        complete: Whether it was admitted, is in place and counted. If it was admitted
-            and is not in place, its rank still has an open intent.
+        complete: Whether it was admitted, and is in place; if not, it must be written.
     """
 
     accepted: bool | None
@@ -183,22 +182,17 @@ class AdmissionProtocol:
     # Admission
 
     def admit(
-        self,
-        rank: int,
-        request: Request,
-        offer: Callable[[], Offer],
-        keep: Callable[[int], None] | None = None,
+        self, rank: int, request: Request, offer: Callable[[], Offer]
     ) -> Admitted:
         """Admit a gradient of a rank to the open round, or drop it.
 
-        On the host's node only. If the gradient is admitted and not in its buffer,
-        `arrive` comes when it is.
+        On the host's node only. If the gradient is admitted, `arrive` comes when it is
+        in its buffer.
 
         Args:
             rank: Which has no other gradient on its way.
             request: What it asks for.
             offer: Returns what decides whether its shape fits.
-            keep: Has an agent keep a copy of what is in a buffer.
 
         Raises:
             InvalidArgumentError: If the shape does not fit, or the round is full.
@@ -213,49 +207,27 @@ class AdmissionProtocol:
             offered = offered or offer()
             shape = self._shape_of(offered, state)
             # Only its rank changes it, and a take before the round is open.
-            held = self.words.peek(self.record_index(parity, rank))
-            if not held and request.fresh[parity] is None:
+            held, fresh = self._record_of(parity, rank), request.fresh[parity]
+            if held is None and fresh is None:
                 return Admitted(None, local_step, step, parity)
             self._set_intent(rank, 1 + parity)
             new = self.packing.pack(state.admitted(shape))
             found = self.words.compare_and_swap(STATE, word, new)
             if found == word:
-                return self._join(rank, request, state, shape, held, keep)
+                break
             self.end_intent(rank)
             word = found
-
-    def _join(
-        self,
-        rank: int,
-        request: Request,
-        state: State,
-        shape: int,
-        held: int,
-        keep: Callable[[int], None] | None,
-    ) -> Admitted:
-        """Record a gradient that was admitted to a round in which its rank had some."""
-        parity, buffer, complete = state.parity, request.fresh[state.parity], False
-        before = None
-        if held:
-            weight = self.words.read(self._weight_index(parity, rank))
-            before = Record.of(held, weight)
-            record = before.written(request.weight)._replace(shape=shape)
+        if held is None:
+            assert fresh is not None
+            copied = request.contents is not None
+            record = Record(fresh, 1, 0, shape, int(copied), request.weight)
         else:
-            assert buffer is not None
-            complete = request.in_place and self._apart
-            copied = int(keep is not None)
-            record = Record(buffer, 1, 0, shape, copied, request.weight)
-            if keep is not None:
-                keep(buffer)
-        admitted = Admitted(
-            True, request.local_step, state.step, parity, before, record, complete
-        )
-        if complete:
-            self.arrive(rank, admitted)
-        elif before or not self._apart:
+            record = held.written(request.weight)._replace(shape=shape)
+        complete = held is None and request.in_place and self._apart
+        if held or not self._apart:
             adding = record._replace(number=record.number - 1, adding=1)
             self.words.write(self.record_index(parity, rank), adding.word())
-        return admitted
+        return Admitted(True, local_step, step, parity, held, record, complete)
 
     def _shape_of(self, offer: Offer, state: State) -> int:
         """Return the number of a gradient's shape, if it may join the open round."""
@@ -308,6 +280,13 @@ class AdmissionProtocol:
     def record_index(self, parity: int, rank: int) -> int:
         """Return the index of a rank's record of the round of a parity."""
         return self._records + parity * self._size + rank
+
+    def _record_of(self, parity: int, rank: int) -> Record | None:
+        """Return what a rank has in a round; on the host's node only."""
+        word = self.words.peek(self.record_index(parity, rank))
+        if not word:
+            return None
+        return Record.of(word, self.words.read(self._weight_index(parity, rank)))
 
     def _weight_index(self, parity: int, rank: int) -> int:
         return self._weights + parity * self._size + rank

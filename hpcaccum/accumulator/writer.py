@@ -135,7 +135,8 @@ class Writer:
                 source, weight = grad.source, grad.weight
                 self._storage.write(parity, record.buffer, source, weight, before)
             self._buffers.note_admitted(admitted, slot)
-            if not admitted.complete:
+            # The agent has published one that is complete.
+            if self._calls is None or not admitted.complete:
                 self._arrive(admitted)
         return admitted.receipt()
 
