@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted
-    from hpcaccum.accumulator.state import Closed, State
+    from hpcaccum.accumulator.state import Closed
     from hpcaccum.accumulator.storage import Storage
     from hpcaccum.accumulator.taker import Taker, Wait, Waits
     from hpcaccum.mpi import Group
@@ -54,7 +54,7 @@ class HostCalls(Calls):
         self._leaving: Call | None = None
         # On the agent, by rank: what its take waits for, and what it has closed.
         self._waits: dict[int, Wait | None] = {}
-        self._closed: dict[int, tuple[State, Closed]] = {}
+        self._closed: dict[int, Closed] = {}
         # The ranks that want their takes to end.
         self._given_up: set[int] = set()
         # Last: other ranks may call at once.
@@ -188,21 +188,18 @@ class HostCalls(Calls):
         finally:
             waits.close()
             del self._waits[rank]
-        return self._closed[rank][1]
+        return self._closed[rank]
 
     def _closing(
         self, rank: int, required: int, at_least: int | None, again: bool
-    ) -> Waits[tuple[State, Closed]]:
+    ) -> Waits[Closed]:
         """Close a round for a rank, which has its turn if ``again``."""
         taker, storage, shapes = self._taker, self._storage, self._protocol.shapes
         if not again:
             yield from taker.turn(rank)
-        closing, closed = yield from taker.close(required, at_least)
+        closed = yield from taker.close(required, at_least)
         count = size_of(shapes.shape(closed.shape))
-        if (total := storage.short_total(closed, count)) is not None:
-            return closing, dataclasses.replace(closed, total=total)
-        # The rank cannot reach the copies of a node that is lost.
-        return (yield from taker.close(required, at_least, copies=False))
+        return dataclasses.replace(closed, total=storage.short_total(closed, count))
 
     def _run(self, rank: int, waits: Waits[T]) -> Generator[bool, None, T]:
         """Run a take of a rank; yield while it waits."""
@@ -250,7 +247,7 @@ class HostCalls(Calls):
         return True
 
     def _complete(self, rank: int) -> bool:
-        self._taker.complete(rank, *self._closed.pop(rank))
+        self._taker.complete(rank, self._closed.pop(rank))
         self._protocol.take_lock.leave(rank)
         return True
 

@@ -326,10 +326,9 @@ class AdmissionProtocol:
         tag = (self.words.read(WANT) >> bits) + 1
         self.words.write(WANT, tag << bits | wanted)
 
-    def put_closing(self, closing: State, *, reduced: bool = False) -> None:
-        """Record what the take closes; once ``reduced``, no other take does that."""
-        word = self.packing.pack(closing._replace(waiting=int(reduced)))
-        self.words.store_unordered(CLOSED, word)
+    def put_closing(self, closing: State) -> None:
+        """Record what the take closes; once `waiting`, no other take reduces it."""
+        self.words.store_unordered(CLOSED, self.packing.pack(closing))
 
     def end_closing(self) -> None:
         """Record that the take is complete."""

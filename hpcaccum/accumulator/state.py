@@ -147,7 +147,8 @@ class Closed:
     Attributes:
         step: At which its gradients were admitted.
         parity: Of the round.
-        count: The gradients in it, without those that were lost.
+        number: Gradients that were admitted to it.
+        count: Those that are in it; the others were lost.
         shape: Number of its shape; 0 if all rounds have the same one.
         records: The records of the ranks that have gradients, in rank order.
         total: The bytes of their sum, in the accumulation dtype, if an agent sent them.
@@ -155,6 +156,7 @@ class Closed:
 
     step: int
     parity: int
+    number: int
     count: int
     shape: int
     records: dict[int, Record]

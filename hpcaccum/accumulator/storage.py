@@ -93,13 +93,9 @@ class Buffers:
             memory = self.parts.view(Place(self._rank, 0), nbytes, whole)
             self._pinned = device.Pinned(memory)
 
-    def is_lost(self, rank: int, record: Record, copies: bool) -> bool:
-        """Whether the gradients of a record are on a node that is lost.
-
-        Those of which this node has copies are not, if ``copies``.
-        """
-        copied = copies and record.copied & self._has_copies
-        return self.parts.is_lost(rank) and not copied
+    def is_lost(self, rank: int) -> bool:
+        """Whether the buffers of a rank are on a node that is lost."""
+        return self.parts.is_lost(rank)
 
     def _place(self, rank: int, index: int) -> Place:
         return Place(rank, index * self._stride)
@@ -406,7 +402,7 @@ class Sums:
     def check_room(self, index: int, grad: Any, joins: Callable[[], bool]) -> None:
         """Do nothing: gradients have no rows."""
 
-    def is_lost(self, rank: int, record: Record, copies: bool) -> bool:
+    def is_lost(self, rank: int) -> bool:
         """Return False: all gradients are on the root."""
         return False
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from hpcaccum.accumulator.one_thread import OneThread
 from hpcaccum.accumulator.protocol import MEMBERS, STATE
 from hpcaccum.accumulator.settings import size_of
-from hpcaccum.accumulator.state import Closed
+from hpcaccum.accumulator.state import Closed, State
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError, format_ranks
 from hpcaccum.nodes import LostNodeError
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hpcaccum.accumulator.protocol import AdmissionProtocol
-    from hpcaccum.accumulator.state import State
     from hpcaccum.accumulator.storage import Storage
     from hpcaccum.nodes import Calls
 
@@ -115,17 +114,14 @@ class Taker:
         with self.inside.hold("take_grad", deadline):
             try:
                 waits = self.close(required, at_least, empty=empty)
-                closing, closed = self._take_round(waits, deadline)
+                closed = self._take_round(waits, deadline)
                 yield closed
-                self.complete(self._rank, closing, closed)
+                self.complete(self._rank, closed)
             finally:
                 self._lock.leave(self._rank)
 
     @traced("take")
-    def _take_round(
-        self, waits: Waits[tuple[State, Closed]], deadline: Deadline
-    ) -> tuple[State, Closed]:
-        """Return a round as it was when it closed, and what has arrived of it."""
+    def _take_round(self, waits: Waits[Closed], deadline: Deadline) -> Closed:
         self._run(self.turn(self._rank), deadline)
         return self._run(waits, deadline)
 
@@ -166,38 +162,31 @@ class Taker:
             )
 
     def close(
-        self,
-        required: int,
-        at_least: int | None,
-        *,
-        empty: bool = False,
-        copies: bool = True,
-    ) -> Waits[tuple[State, Closed]]:
-        """Close a round; return it as it was then, and what has arrived of it.
-
-        Its rank has its turn, and can reach the copies of gradients if ``copies``.
-        """
+        self, required: int, at_least: int | None, *, empty: bool = False
+    ) -> Waits[Closed]:
+        """Close a round for a rank that has its turn; return what has arrived of it."""
         seconds = 0.0 if at_least is None else _WRITING
         while True:
             closing = self._resume() or (yield from self._close(required, at_least))
-            closed = yield from self._await_writers(closing, copies, seconds)
+            closed = yield from self._await_writers(closing, seconds)
             if closed.count or empty:
-                return closing, closed
-            self._end(closing, closed)
-            self._step_back(closing)
+                return closed
+            self._end(closed)
+            self._step_back(closed)
             self._clear(closed)
 
-    def complete(self, rank: int, closing: State, closed: Closed) -> None:
+    def complete(self, rank: int, closed: Closed) -> None:
         """Make room for the next round, when one is reduced; its rank has its turn."""
         # Another take may have completed this one.
         self._protocol.membership.check_counts(rank)
-        self._end(closing, closed)
+        self._end(closed)
         self._clear(closed)
 
-    def _end(self, closing: State, closed: Closed) -> None:
+    def _end(self, closed: Closed) -> None:
         """Record that no other take reduces a round."""
-        self._protocol.put_closing(closing, reduced=True)
-        self._protocol.add_lost(closing.number - closed.count)
+        step, parity, number = closed.step, closed.parity, closed.number
+        self._protocol.put_closing(State(step, 0, parity, 1, number))
+        self._protocol.add_lost(number - closed.count)
 
     # Closing
 
@@ -306,19 +295,17 @@ class Taker:
 
     # Completing
 
-    def _await_writers(
-        self, closing: State, copies: bool, seconds: float
-    ) -> Waits[Closed]:
+    def _await_writers(self, closing: State, seconds: float) -> Waits[Closed]:
         """Return the round once all that were admitted have written, or are lost."""
 
         def complete() -> Closed | None:
-            found = self._found(closing, copies)
+            found = self._found(closing)
             if found.count == closing.number:
                 return found
             # In this order: what has arrived is final when no intent is open.
             if self._protocol.open_intents(closing.parity):
                 return None
-            return self._found(closing, copies)
+            return self._found(closing)
 
         found = complete()
         if found is None:
@@ -328,8 +315,8 @@ class Taker:
         assert found is not None
         return found
 
-    def _found(self, closing: State, copies: bool = True) -> Closed:
-        """Return what of a round has arrived, and can be reached."""
+    def _found(self, closing: State) -> Closed:
+        """Return what of a round has arrived, without what lies on lost nodes."""
         records = self._protocol.read_records(closing.parity)
         adding = any(record.adding for record in records.values())
         if adding and not self._storage.apart:
@@ -338,13 +325,12 @@ class Taker:
         full = {
             rank: record
             for rank, record in records.items()
-            if record.number
-            and not record.adding
-            and not self._storage.is_lost(rank, record, copies)
+            if record.number and not record.adding and not self._storage.is_lost(rank)
         }
         count = sum(record.number for record in full.values())
         shape = max((record.shape for record in full.values()), default=0)
-        return Closed(closing.step, closing.parity, count, shape, full)
+        step, _, parity, _, number = closing
+        return Closed(step, parity, number, count, shape, full)
 
     def _clear(self, closed: Closed) -> None:
         """Make room for the next round of this parity."""
@@ -356,8 +342,8 @@ class Taker:
         self._protocol.clear_records(closed.parity)
         self._protocol.end_closing()
 
-    def _step_back(self, closing: State) -> None:
+    def _step_back(self, closed: Closed) -> None:
         """Undo the step of a round without gradients, unless it was set since."""
-        while (state := self._protocol.state()).step == closing.step + 1:
-            if self._protocol.swap(state, state._replace(step=closing.step)):
+        while (state := self._protocol.state()).step == closed.step + 1:
+            if self._protocol.swap(state, state._replace(step=closed.step)):
                 return
