@@ -8,7 +8,6 @@ import numpy as np
 
 from hpcaccum.accumulator.handle import Accumulator, Taken
 from hpcaccum.accumulator.settings import check_settings
-from hpcaccum.accumulator.storage import Buffers, Sums
 from hpcaccum.arguments import (
     gradient_array,
     positive_weight,
@@ -256,14 +255,13 @@ class ConditionalAccumulator(Accumulator):
         )
 
     def _reduce(self, closed: Closed, out: Array | None, deadline: Deadline) -> Array:
-        shape, storage = self._protocol.shapes.shape(closed.shape), self._storage
-        assert isinstance(storage, (Buffers, Sums))
+        shape = self._protocol.shapes.shape(closed.shape)
         found = result_array(out, self.dtype, shape)
         result = np.empty(shape, self.dtype) if is_device(found) else found
         flat = result.reshape(-1)
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):
-            storage.total(closed, self._divisor(closed), flat, deadline)
+            self._storage.total(closed, self._divisor(closed), flat, deadline)
         if found is not result:
             copyto(found, result)
         return found

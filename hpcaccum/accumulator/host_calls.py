@@ -149,7 +149,8 @@ class HostCalls(Calls):
     # The agent
 
     def _serve(self, rank: int, kind: str, *arguments: Any) -> Any:
-        return getattr(self, f"_{kind}")(rank, *arguments)
+        result = getattr(self, f"_{kind}")(rank, *arguments)
+        return True if result is None else result
 
     def _admit(self, rank: int, *parts: Any) -> Admitted:
         request = Request(*parts)
@@ -163,17 +164,15 @@ class HostCalls(Calls):
             self._protocol.arrive(rank, admitted)
         return admitted
 
-    def _arrive(self, rank: int, admitted: Admitted, contents: bytes | None) -> bool:
+    def _arrive(self, rank: int, admitted: Admitted, contents: bytes | None) -> None:
         record = admitted.record
         if contents is not None and record is not None:
             self._storage.keep(rank, record.buffer, contents)
             admitted = admitted._replace(record=record._replace(copied=1))
         self._protocol.arrive(rank, admitted)
-        return True
 
-    def _abandon(self, rank: int, admitted: Admitted) -> bool:
+    def _abandon(self, rank: int, admitted: Admitted) -> None:
         self._protocol.abandon(rank, admitted)
-        return True
 
     def _take(
         self, rank: int, required: int, at_least: int | None, again: bool
@@ -246,11 +245,9 @@ class HostCalls(Calls):
         self._protocol.take_lock.leave(rank)
         return True
 
-    def _complete(self, rank: int) -> bool:
+    def _complete(self, rank: int) -> None:
         self._taker.complete(rank, self._closed.pop(rank))
         self._protocol.take_lock.leave(rank)
-        return True
 
-    def _lose(self, _: int, rank: int) -> bool:
+    def _lose(self, _: int, rank: int) -> None:
         self._protocol.membership.lose_rank(rank)
-        return True

@@ -192,20 +192,19 @@ class Taker:
 
     def _resume(self) -> State | None:
         """Return the round that an earlier take has closed and not reduced, if any."""
-        closing = self._protocol.closing()
-        if closing is None or not self._is_closed(closing):
+        if (closing := self._protocol.closing()) is None:
             return None
+        state, parity = self._protocol.state(), closing.parity
+        if state.parity == parity:
+            # It is still open, unless it is closed before its request is withdrawn.
+            if not state.waiting:
+                return None
+            if not self._withdraw_request(parity, closing.number):
+                return None
         if closing.waiting:
             self._clear(self._found(closing))
             return None
         return closing
-
-    def _is_closed(self, closing: State) -> bool:
-        """Return whether a take has closed its round; withdraw its request if not."""
-        state = self._protocol.state()
-        if state.parity == closing.parity and state.waiting:
-            return self._withdraw_request(closing.parity, closing.number)
-        return state.parity != closing.parity
 
     def _close(self, required: int, at_least: int | None) -> Waits[State]:
         """Return a closed round, as it was when it closed."""
@@ -266,23 +265,21 @@ class Taker:
             seen[:] = words
             if protocol.packing.unpack(words[STATE]).parity != parity:
                 return True
-            if protocol.membership.all_left(words[MEMBERS]):
-                self._check_nonempty(parity, wanted)
+            members = protocol.membership
+            if members.all_left(words[MEMBERS]):
+                # Only a STATE that is read after that has all of their gradients.
+                now = protocol.state()
+                if now.parity == parity and now.number == wanted:
+                    raise EverybodyLeftError(
+                        f"{self._what}: all {members.workers} ranks have left and the "
+                        f"round has no gradient"
+                    )
             return False if words[MEMBERS] != changes else None
 
         def missing() -> str:
             return protocol.missing(wanted)
 
         return Wait(closed, missing, protocol.changed(parity, changes))
-
-    def _check_nonempty(self, parity: int, wanted: int) -> None:
-        # Only a STATE that is read after all have left has all of their gradients.
-        now = self._protocol.state()
-        if now.parity == parity and now.number == wanted:
-            raise EverybodyLeftError(
-                f"{self._what}: all {self._protocol.membership.workers} ranks have "
-                f"left and the round has no gradient"
-            )
 
     def _withdraw_request(self, parity: int, wanted: int) -> bool:
         """Stop waiting; return True if the round was closed nevertheless."""
