@@ -74,10 +74,6 @@ class AccumulatorOnDevice(Freeable):
 
     Any thread may call. All launches of one call follow those of the call before, also
     on different streams.
-
-    Args:
-        name: Name of the accumulator; begins messages.
-        nbytes: Bytes of its sum.
     """
 
     def __init__(self, name: str, nbytes: int) -> None:

@@ -50,11 +50,7 @@ class Accumulator(Freeable):
     """A handle to a `SharedAccumulator`, which several may share. Collective.
 
     The base of the accumulators that users make: they apply gradients and take them.
-
-    Args:
-        group: The ranks.
-        name: For messages.
-        check: Checks the arguments of the subclass.
+    ``check`` checks the arguments of the subclass.
 
     Raises:
         InvalidArgumentError, TypeError: On every rank, if ``check`` raises on one.

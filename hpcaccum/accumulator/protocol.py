@@ -3,28 +3,22 @@
 No lock is held while a gradient is copied. One 64-bit word, STATE, decides by
 compare-and-swap which gradient is admitted to which round; the payload is copied
 afterwards. Each rank has one record per round, a word that only it writes: how many of
-its gradients have arrived. Another word has the sum of their weights, and is written
-first. Rounds alternate between two parities: while one is being reduced, the other is
-open. A take clears the records of a parity before it passes its turn on, hence before
-that parity can be opened again.
+its gradients have arrived. Rounds alternate between two parities: while one is being
+reduced, the other is open. A take clears the records of a parity before it passes its
+turn on, hence before that parity can be opened again.
 
 A take that finds too few gradients does not poll the count. It replaces the count in
 STATE by the number still missing. The writer that decrements it to zero closes the
 round in the same compare-and-swap, so no gradient can be admitted between the last one
 required and the close. TensorFlow's queue behaves in the same way.
 
-A rank may be lost at any point: an exception ends its call. Before a rank tries to have
-a gradient admitted, it sets a word, its intent, to the parity that it tries. It clears
-the word when its record says that the gradient has arrived. As soon as no rank but lost
-ones has an open intent for a closed round, what was admitted and has not arrived is
-lost, and the take leaves it out.
-
-A take first writes to CLOSED what it is about to close. If it fails, the next take
-finds there what is left to do: a round that was closed and not reduced is reduced then.
+A rank may be lost at any point. Before it tries to have a gradient admitted, it sets a
+word, its intent, to the parity that it tries; it clears the word when its record says
+that the gradient has arrived. As soon as no rank but lost ones has an open intent for a
+closed round, what was admitted and has not arrived is lost, and the take leaves it out.
 
 All words are on the node of the host, and are changed by its ranks only. For a rank of
-another node, the agent of that node does what the rank would do, by the same functions:
-see `host_calls`.
+another node, the agent of that node does what the rank would do: see `host_calls`.
 
 `AdmissionProtocol` has the words and what writers do with them; `taker` has what takes
 do. The protocol is model-checked: tests/model/accumulator.pml.
@@ -345,10 +339,7 @@ class AdmissionProtocol:
             self.words.write(_NUM_LOST, self.words.read(_NUM_LOST) + number)
 
     def weight(self) -> float:
-        """Return the sum of the weights of gradients that no take has returned yet.
-
-        Of those that are in place.
-        """
+        """Return the sum of the weights of what is in place, and not returned yet."""
         both = [self.read_records(parity).values() for parity in range(2)]
         return sum(each.weight for found in both for each in found if each.number)
 
@@ -359,8 +350,7 @@ class AdmissionProtocol:
     def count(self) -> int:
         """Return how many gradients no take has returned yet.
 
-        These are the gradients of the open round, and those of a round that a take
-        closed and could not finish.
+        Also those of a round that a take closed and could not finish.
         """
         bits = self.packing.max_count.bit_length()
         while True:

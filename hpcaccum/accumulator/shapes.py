@@ -37,13 +37,8 @@ class Shapes:
     """Which shapes the gradients of an accumulator may have.
 
     If the declared shape is not fixed, the first gradient of a round fixes the shape of
-    that round. STATE and the records name a shape by its number. Number 0 in STATE
-    means that the round has no shape yet, or that all rounds have the same one.
-
-    Args:
-        settings: Of the accumulator.
-        what: Name for messages.
-        table: The numbers of the shapes.
+    that round. STATE and the records name a shape by its number in ``table``. Number 0
+    in STATE means that the round has no shape yet, or that all rounds have the same.
 
     Attributes:
         only: The shape of every round; None if rounds differ.
@@ -157,12 +152,7 @@ class ShapeTable:
     A rank that needs a number searches the entries for the shape. If there is none, it
     reserves the next entry, fills it, and only then uses the number: no rank waits for
     another. Two ranks that do so at the same time give one shape two numbers, hence
-    shapes are compared, never numbers.
-
-    Args:
-        words: The words.
-        base: Index of the first of ``ShapeTable.words(limit)`` words.
-        limit: Maximum number of entries.
+    shapes are compared, never numbers. There are at most ``limit`` entries.
     """
 
     _WIDTH = 1 + MAX_DIMS

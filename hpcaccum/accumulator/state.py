@@ -54,12 +54,7 @@ class State(NamedTuple):
 
 
 class Packing:
-    """The layout of a `State` in 64 bits.
-
-    These are step, shape, parity, waiting, number.
-
-    Args:
-        shaped: Whether each round has a shape of its own.
+    """The layout of a `State` in 64 bits: step, shape, parity, waiting, number.
 
     Attributes:
         max_count: Maximum number of gradients in one round.

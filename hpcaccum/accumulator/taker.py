@@ -232,9 +232,9 @@ class Taker:
                 required = at_least
 
     def _request(self, state: State, wanted: int, changes: int) -> Waits[bool]:
-        """Have writers close the round at ``wanted`` gradients; wait until they do.
+        """Have writers close the round at ``wanted`` gradients; return if they did.
 
-        False: the round changed before the request, or a rank left meanwhile.
+        The round may have changed before the request, or a rank may leave meanwhile.
         """
         self._protocol.announce(wanted)
         request = state._replace(waiting=1, number=wanted - state.number)

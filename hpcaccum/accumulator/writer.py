@@ -56,12 +56,7 @@ class Unanswered(NamedTuple):
 class Writer:
     """Has gradients of this rank admitted, and writes them to their round.
 
-    Args:
-        protocol: Admits them.
-        storage: Where they are written.
-        rank: This rank.
-        calls: Those of the agent of the host's node, between nodes.
-        what: Name for messages.
+    By the agent of the host's node, if ``calls`` are those of another node.
     """
 
     def __init__(
