@@ -350,18 +350,23 @@ class Sums:
             self._staging[index] = np.zeros(self._capacity, self._dtype)
         return self._staging[index]
 
-    def prepare(self, grad: Array, weight: float) -> Array:
-        """Return the argument for `write`: a vector, times its weight, for MPI."""
-        dtype = self._dtype
+    def prepare(self, grad: Any, weight: float) -> Any:
+        """Return the argument for `write`: what MPI adds, if it is in CPU memory."""
+        # A stale gradient is not copied from a device.
+        return grad if device.is_device(grad) else self._weighted(grad, weight)
+
+    def _weighted(self, grad: Array, weight: float) -> Array:
         with np.errstate(all="ignore"):
-            vector = np.ascontiguousarray(device.to_host(grad), dtype).reshape(-1)
-            return vector if weight == 1 else vector * dtype.type(weight)
+            vector = np.ascontiguousarray(grad, self._dtype).reshape(-1)
+            return vector if weight == 1 else vector * self._dtype.type(weight)
 
     @traced("copy")
     def write(
-        self, parity: int, index: int, grad: Array, weight: float, before: Record | None
+        self, parity: int, index: int, grad: Any, weight: float, before: Record | None
     ) -> None:
         """Add a gradient to the sum of a parity; see `Buffers.write`."""
+        if device.is_device(grad):
+            grad = self._weighted(device.to_host(grad), weight)
         self._region.accumulate(parity * self._stride, grad)
 
     def total(
