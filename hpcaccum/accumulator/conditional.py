@@ -92,7 +92,7 @@ class ConditionalAccumulator(Accumulator):
         super().__init__(
             group,
             name,
-            lambda: check_settings(group.size, *given, capacity, storage),
+            lambda: check_settings(group.size, given, capacity, storage),
         )
 
     def apply_grad(

@@ -159,15 +159,7 @@ class AccumulatorOnDevice(Freeable):
         ``reduce`` queues work on the current stream, and calls `_begin_step` as soon as
         that has taken the sum.
         """
-        required = positive_count(num_required, "num_required")
-        deadline = Deadline(timeout, f"{self._name}: take_grad({required})")
-        with self._taking.hold("take_grad", deadline):
-            self._wait(required, deadline)
-            with self._calls.hold("take_grad"):
-                self._check_here()
-                return self._in_turn(lambda: reduce(self._state.weight))
 
-    def _wait(self, required: int, deadline: Deadline) -> None:
         def enough() -> bool | None:
             self._check_open()
             return self._state.accumulated >= required or None
@@ -176,7 +168,13 @@ class AccumulatorOnDevice(Freeable):
             step, had, *_ = self._state
             return f"{required} gradients at step {step}, had {had}"
 
-        deadline.wait(enough, missing)
+        required = positive_count(num_required, "num_required")
+        deadline = Deadline(timeout, f"{self._name}: take_grad({required})")
+        with self._taking.hold("take_grad", deadline):
+            deadline.wait(enough, missing)
+            with self._calls.hold("take_grad"):
+                self._check_here()
+                return self._in_turn(lambda: reduce(self._state.weight))
 
     def _begin_step(self) -> None:
         """Count the step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,6 +68,39 @@ class Settings:
 
 
 def check_settings(
+    size: int, given: tuple[Any, ...], capacity: Any, storage: Any
+) -> Settings:
+    """Check the arguments of a constructor; ``size`` is the number of ranks.
+
+    ``given`` are those that all constructors have: see `_common`.
+    """
+    settings = _common(size, *given)
+    one_of("storage", storage, STORAGES)
+    if not is_fixed(settings.shape) and capacity is None:
+        raise InvalidArgumentError(
+            f"shape {settings.shape} is not fixed: pass capacity=, the maximum number "
+            f"of elements of a gradient"
+        )
+    elements = _capacity(capacity, settings.shape)
+    return replace(settings, capacity=elements, storage=storage)
+
+
+def check_sparse_settings(
+    size: int, given: tuple[Any, ...], capacity: Any, row_size: Any
+) -> Settings:
+    """Check the arguments of a sparse accumulator; see `check_settings`."""
+    settings = _common(size, *given)
+    if capacity is None:
+        raise InvalidArgumentError(
+            "pass capacity=, the maximum number of rows of a rank in one round"
+        )
+    # TensorFlow uses () for a shape that is not known.
+    shape, rows = settings.shape or None, positive_count(capacity, "capacity")
+    width = _row_size(row_size, shape)
+    return replace(settings, shape=shape, capacity=rows, storage=ROWS, row_size=width)
+
+
+def _common(
     size: int,
     dtype: Any,
     shape: Any,
@@ -75,25 +108,16 @@ def check_settings(
     reduction: Any,
     host: Any,
     workers: Any,
-    capacity: Any,
-    storage: Any,
 ) -> Settings:
-    """Check the arguments of a constructor; ``size`` is the number of ranks."""
-    kind, declared = float_dtype(dtype), declared_shape(shape)
-    one_of("storage", storage, STORAGES)
-    if not is_fixed(declared) and capacity is None:
-        raise InvalidArgumentError(
-            f"shape {declared} is not fixed: pass capacity=, the maximum number of "
-            f"elements of a gradient"
-        )
+    """Check what all constructors have; the rest is to be replaced."""
     return Settings(
-        kind,
-        declared,
+        float_dtype(dtype),
+        declared_shape(shape),
         _shared_name(shared_name),
         _reduction(reduction),
         rank_number(host, size, "host"),
-        _capacity(capacity, declared),
-        storage,
+        0,
+        "",
         _workers(workers, size),
     )
 
@@ -109,37 +133,6 @@ def _capacity(capacity: Any, declared: PartialShape | None) -> int:
             f"got {capacity}"
         )
     return size
-
-
-def check_sparse_settings(
-    size: int,
-    dtype: Any,
-    shape: Any,
-    shared_name: Any,
-    reduction: Any,
-    host: Any,
-    workers: Any,
-    capacity: Any,
-    row_size: Any,
-) -> Settings:
-    """Check the arguments of a sparse accumulator; see `check_settings`."""
-    # TensorFlow uses () for a shape that is not known.
-    kind, declared = float_dtype(dtype), declared_shape(shape) or None
-    if capacity is None:
-        raise InvalidArgumentError(
-            "pass capacity=, the maximum number of rows of a rank in one round"
-        )
-    return Settings(
-        kind,
-        declared,
-        _shared_name(shared_name),
-        _reduction(reduction),
-        rank_number(host, size, "host"),
-        positive_count(capacity, "capacity"),
-        ROWS,
-        _workers(workers, size),
-        _row_size(row_size, declared),
-    )
 
 
 def _row_size(row_size: Any, declared: PartialShape | None) -> int:

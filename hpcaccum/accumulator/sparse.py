@@ -101,7 +101,7 @@ class SparseConditionalAccumulator(Accumulator):
         super().__init__(
             group,
             name,
-            lambda: check_sparse_settings(group.size, *given, capacity, row_size),
+            lambda: check_sparse_settings(group.size, given, capacity, row_size),
         )
 
     def apply_grad(

@@ -140,9 +140,8 @@ class Buffers:
             grad: The gradient, of which rows need room.
             joins: Returns whether it is added to what is in the buffer; slow.
         """
-        held = self.buffer(index)
         for place, rows in self._rows_of(grad):
-            room = place.form.capacity
+            held, room = self.buffer(index), place.form.capacity
             # Surely, if they have no row in common.
             if place.number(held) + rows.indices.size <= room or not joins():
                 continue

@@ -90,11 +90,6 @@ class PointerTable:
     ) -> Table:
         """Return the table for arrays that the caller has not checked.
 
-        Args:
-            what: Begins messages.
-            arrays: All or some of the layout's.
-            dtypes: Those that are allowed.
-
         Raises:
             InvalidArgumentError: As `check_device_array`.
         """
@@ -140,13 +135,9 @@ class PointerTable:
         *,
         first: bool = False,
     ) -> Callable[[], object]:
-        """Prepare to add arrays to the flat buffer; return what queues it.
+        """Prepare to add arrays, times ``scale``, to the buffer; return what queues it.
 
-        Args:
-            flat: Of float32 or float64.
-            arrays: The addends, or their table.
-            scale: A factor.
-            first: Overwrite what is in the buffer instead of adding to it.
+        The buffer is of float32 or float64. If ``first``, it is overwritten.
         """
         factor = flat.dtype.type(scale)
         return self._launch("multi_accumulate", flat, arrays, factor, np.int32(first))

@@ -81,10 +81,8 @@ class RecentTables(Generic[T]):
     A table belongs to the stream that copied it, which lives as long. Another stream
     could read it too early, or after its memory was reused. Several threads may call.
 
-    Args:
-        make: The function, of hashable arguments. It must not refer to what holds this
-            object: tables would stay until a garbage collection.
-        most: How many results to keep.
+    The function, ``make``, has hashable arguments. It must not refer to what holds this
+    object: tables would stay until a garbage collection.
     """
 
     def __init__(self, make: Callable[..., T], most: int = RECENT) -> None:
@@ -118,9 +116,6 @@ class Known(Generic[T]):
     again by all that the checks have read: it is valid for any arrays of which this is
     equal, so no array is kept alive. Like a table, it belongs to a stream. Several
     threads may use it.
-
-    Args:
-        most: How many results to keep.
     """
 
     def __init__(self, most: int = RECENT) -> None:
