@@ -85,7 +85,7 @@ class Accumulator(Freeable):
         return (
             f"<{kind} {self._name!r} {self.dtype} "
             f"{self._settings.shape}: step {state.step}, {self._protocol.count()} "
-            f"accumulated, {self._storage.name}>"
+            f"accumulated, {self._settings.storage}>"
         )
 
     @property
@@ -186,7 +186,7 @@ class Accumulator(Freeable):
             tuple(self._protocol.membership.left()),
             tuple(self._protocol.membership.lost()),
             self._protocol.num_lost(),
-            self._storage.name,
+            self._settings.storage,
             self._storage.window_bytes,
         )
 

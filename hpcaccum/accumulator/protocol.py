@@ -117,13 +117,13 @@ class AdmissionProtocol:
         membership: Which ranks contribute.
         take_lock: Held by the take that has its turn, first come, first served.
         counters: What happened to the gradients of each rank.
+        apart: Whether a rank that adds a gradient spoils no more than its own sum.
     """
 
     def __init__(self, group: Group, settings: Settings, what: str) -> None:
         rank, n = group.rank, group.size
         self._what, self._rank, self._size = what, rank, n
-        # Whether a rank that adds a gradient spoils no more than its own sum.
-        self._apart = settings.storage != SUM
+        self.apart = settings.storage != SUM
         self.packing = Packing(shaped=not settings.has_one_shape)
         layout = WordLayout(after=_FIXED)
         members = layout.take(Membership.words(n))
@@ -217,8 +217,8 @@ class AdmissionProtocol:
             record = Record(fresh, 1, 0, shape, int(copied), request.weight)
         else:
             record = held.written(request.weight)._replace(shape=shape)
-        complete = held is None and request.in_place and self._apart
-        if held or not self._apart:
+        complete = held is None and request.in_place and self.apart
+        if held or not self.apart:
             adding = record._replace(number=record.number - 1, adding=1)
             self.words.write(self.record_index(parity, rank), adding.word())
         return Admitted(True, local_step, step, parity, held, record, complete)

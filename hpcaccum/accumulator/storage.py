@@ -62,10 +62,7 @@ class Buffers:
 
     Attributes:
         parts: The memory of all buffers.
-        apart: Whether the gradients of each rank are kept apart.
     """
-
-    name, apart = SLOTS, True
 
     def __init__(
         self, group: Group, settings: Settings, what: str, size: int | None = None
@@ -268,8 +265,6 @@ class RowGradient:
 class RowBuffers(Buffers):
     """`Buffers` of gradients that are rows only, of any width up to a maximum."""
 
-    name = ROWS
-
     def __init__(self, group: Group, settings: Settings, what: str) -> None:
         capacity, width = settings.capacity, settings.row_size
         form = RowFormat(capacity, width, accumulation_dtype(settings.dtype), True)
@@ -324,8 +319,6 @@ class Sums:
     gradients there and none on other ranks, for any number of ranks. The methods are
     those of `Buffers`.
     """
-
-    name, apart = SUM, False
 
     def __init__(self, group: Group, settings: Settings, what: str) -> None:
         self._capacity = settings.capacity
@@ -430,9 +423,8 @@ Storage = Buffers | Sums
 
 def make_storage(group: Group, settings: Settings, what: str) -> Storage:
     """Return a new storage. Collective."""
-    kinds: list[type[Storage]] = [Buffers, RowBuffers, Sums]
-    by_name = {kind.name: kind for kind in kinds}
-    return by_name[settings.storage](group, settings, what)
+    kinds: dict[str, type[Storage]] = {SLOTS: Buffers, ROWS: RowBuffers, SUM: Sums}
+    return kinds[settings.storage](group, settings, what)
 
 
 def _aligned(nbytes: int) -> int:

@@ -316,7 +316,7 @@ class Taker:
         """Return what of a round has arrived, without what lies on lost nodes."""
         records = self._protocol.read_records(closing.parity)
         adding = any(record.adding for record in records.values())
-        if adding and not self._storage.apart:
+        if adding and not self._protocol.apart:
             # Part of a gradient is in the sum of all.
             records = {}
         full = {

@@ -44,13 +44,11 @@ class Unanswered(NamedTuple):
         call: Its answer.
         slot: Of the gradient that may be admitted.
         contents: What was sent of a gradient that is in no slot.
-        arrives: Whether the gradient is admitted and in place.
     """
 
     call: Call
     slot: int | None
     contents: bytes | None = None
-    arrives: bool = False
 
 
 class Writer:
@@ -168,7 +166,7 @@ class Writer:
         if self._calls is None:
             self._protocol.arrive(self._rank, admitted)
         else:
-            self._answer(Unanswered(self._calls.arrive(admitted), None, arrives=True))
+            self._answer(Unanswered(self._calls.arrive(admitted), None))
 
     def _answer(self, unanswered: Unanswered, deadline: Deadline | None = None) -> Any:
         """Wait for an answer of the agent of the host's node."""
@@ -183,12 +181,13 @@ class Writer:
         """Wait for the answer to a gradient whose call has ended before."""
         assert self._calls is not None
         assert self._unanswered is not None
-        _, slot, sent, arrives = self._unanswered
+        _, slot, sent = self._unanswered
         try:
             admitted = self._answer(self._unanswered, deadline)
         except InvalidArgumentError:
             return
-        if arrives or not admitted.accepted:
+        # True is the answer to one that was in place.
+        if admitted is True or not admitted.accepted:
             return
         if admitted.complete:
             self._put(admitted, sent)
