@@ -20,6 +20,7 @@ import numpy as np
 
 from hpcaccum import deadline
 from hpcaccum.accumulator import batch, sparse
+from hpcaccum.accumulator.protocol import Request
 from hpcaccum.mpi.talk import control
 from hpcaccum.nodes import Agent, Service, transfer
 from hpcaccum.server import (
@@ -97,12 +98,11 @@ def admit(accumulator: Any, local_step: int = 0) -> Callable[[Any], None]:
     """
     protocol, storage = accumulator._protocol, accumulator._storage
     shared, offer = accumulator._shared, protocol.shapes.offer(np.zeros(2))
-    calls, fresh = shared.calls, ((0, False), (0, False))
+    calls, request = shared.calls, Request(local_step, 1.0, (0, 0), False, offer)
     if calls is None or calls.near:
-        rank, find = shared.group.rank, fresh.__getitem__
-        admitted = protocol.admit(rank, local_step, lambda: offer, find)
+        admitted = protocol.admit(shared.group.rank, request, lambda: offer)
     else:
-        admitted = calls.admit(local_step, offer, fresh, 1.0, None, None).result()
+        admitted = calls.admit(request).result()
     assert admitted.accepted
 
     def write(gradient: Any) -> None:
@@ -115,7 +115,7 @@ def admit(accumulator: Any, local_step: int = 0) -> Callable[[Any], None]:
 def is_in_line(accumulator: Any, rank: int) -> bool:
     """Return whether a take of a rank waits, for others or for gradients."""
     lock = accumulator._protocol.take_lock
-    return bool(lock._words.read(lock._places + rank) > 0)
+    return bool(lock._words.read(lock._tickets + rank) > 0)
 
 
 def take_waits(accumulator: Any) -> bool:
@@ -162,7 +162,7 @@ def _accumulator(owner: Any) -> Any:
 def fail_to_admit(owner: Any, error: type[Exception]) -> Any:
     """Return a patch: gradients of this rank raise before they are admitted."""
     inside = _accumulator(owner)._shared.writer
-    return mock.patch.object(inside, "_possible", side_effect=error)
+    return mock.patch.object(inside, "_admit", side_effect=error)
 
 
 def fail_to_put(optimizer: Any, error: type[BaseException]) -> Any:

@@ -41,9 +41,9 @@ __device__ __forceinline__ void multi_accumulate(TA *flat, const Piece &piece, T
     });
 }
 
-// to = scale * from, in float64 if either is, else in float32.
+// to = from, converted in float64 if either is, else in float32.
 template <class TO, class FROM>
-__device__ __forceinline__ void convert(TO *to, const FROM *from, float scale, i64 n) {
+__device__ __forceinline__ void convert(TO *to, const FROM *from, i64 n) {
     using Wide = decltype(widen(TO()) * widen(FROM()));
     constexpr int V = Width<TO, FROM>::value;
     auto get = [=](i64 i, auto size) { return load<decltype(size)::value>(from + i); };
@@ -51,7 +51,7 @@ __device__ __forceinline__ void convert(TO *to, const FROM *from, float scale, i
         constexpr int N = decltype(size)::value;
         Vec<TO, N> out;
 #pragma unroll
-        for (int j = 0; j < N; j++) out.at[j] = narrow<TO>(multiply((Wide)scale, (Wide)widen(in.at[j])));
+        for (int j = 0; j < N; j++) out.at[j] = narrow<TO>((Wide)widen(in.at[j]));
         store(to + i, out);
     };
     stream<V, 4>(threadIdx.x, blockDim.x, n, aligned<V>(to) && aligned<V>(from), get, put);
@@ -65,22 +65,22 @@ __device__ __forceinline__ void convert(TO *to, const FROM *from, float scale, i
 MULTI_ACCUMULATE(multi_accumulate_f32, float)
 MULTI_ACCUMULATE(multi_accumulate_f64, double)
 
-// flat[offset + i] = scale * array[i], converted.
-#define PACK(name, TF)                                                                                \
-    KERNEL name(TF *flat, const i64 *arrays, const i64 *chunks, i64 chunk, float scale) {             \
-        const Piece piece(arrays, chunks, chunk);                                                     \
-        piece.visit([&](const auto *array) { convert(flat + piece.offset, array, scale, piece.n); }); \
+// flat[offset + i] = array[i], converted.
+#define PACK(name, TF)                                                                         \
+    KERNEL name(TF *flat, const i64 *arrays, const i64 *chunks, i64 chunk) {                   \
+        const Piece piece(arrays, chunks, chunk);                                              \
+        piece.visit([&](const auto *array) { convert(flat + piece.offset, array, piece.n); }); \
     }
 PACK(pack_f32, float)
 PACK(pack_f64, double)
 PACK(pack_f16, f16)
 PACK(pack_bf16, bf16)
 
-// array[i] = scale * flat[offset + i], converted.
-#define UNPACK(name, TF)                                                                              \
-    KERNEL name(const TF *flat, const i64 *arrays, const i64 *chunks, i64 chunk, float scale) {       \
-        const Piece piece(arrays, chunks, chunk);                                                     \
-        piece.visit([&](auto *array) { convert(array, flat + piece.offset, scale, piece.n); });       \
+// array[i] = flat[offset + i], converted.
+#define UNPACK(name, TF)                                                                       \
+    KERNEL name(const TF *flat, const i64 *arrays, const i64 *chunks, i64 chunk) {             \
+        const Piece piece(arrays, chunks, chunk);                                              \
+        piece.visit([&](auto *array) { convert(array, flat + piece.offset, piece.n); });       \
     }
 UNPACK(unpack_f32, float)
 UNPACK(unpack_f64, double)

@@ -5,11 +5,11 @@
 
 A gradient: `writer` has it admitted by the `protocol`, or by an agent if the words are
     on another node (`host_calls`), and writes it to one of the rank's `buffers`
-    in the `storage` or `row_storage`. `one_thread` lets the threads of a rank write in
-    turn.
+    in the `storage`. `one_thread` lets the threads of a rank write in turn.
 A take: `taker` closes the round, and a `batch` has the gradients that are summed.
-Words: `membership`, `ticket_lock`, `receipts`, `shapes` and `row_shapes` keep their
-    state in words that `word_layout` assigns; `state` packs those of the protocol.
+Words: `membership`, `ticket_lock`, `receipts` and `shapes` keep their state in words;
+    `state` assigns these, and packs those of the protocol. `settings` has the checked
+    arguments.
 
 `DeviceAccumulator` and `DeviceRowAccumulator` accumulate on one CUDA device, in one
 process, with a protocol of their own (`device_protocol`).
@@ -29,9 +29,8 @@ from hpcaccum.accumulator.membership import Membership
 from hpcaccum.accumulator.receipts import Counters, Receipt, Tally
 from hpcaccum.accumulator.shared import AccumulatorStatistics
 from hpcaccum.accumulator.sparse import SparseConditionalAccumulator, SparseGradient
-from hpcaccum.accumulator.state import admits
+from hpcaccum.accumulator.state import WordLayout, admits
 from hpcaccum.accumulator.vectors import VectorAccumulator
-from hpcaccum.accumulator.word_layout import WordLayout
 
 __all__ = [
     "AccumulatorStatistics",

@@ -31,8 +31,6 @@ _BYTES = np.dtype(np.uint8)
 class Batch:
     """Gradients that are summed together: vectors in `NodeParts`.
 
-    What `Slots` sum at a take, and what an `Inbox` passes on to a server.
-
     Attributes:
         parts: Where they lie.
         places: Of each vector, in rank order; may be empty.

@@ -6,7 +6,7 @@ import math
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpcaccum.accumulator.storage import Sums
+from hpcaccum.accumulator.state import admits
 from hpcaccum.device import is_device
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.overlap import overlap, same_elements
@@ -34,10 +34,6 @@ class RankBuffers:
     A buffer is not tied to a parity. While a round that is being reduced holds one, the
     other serves the open round; a gradient that was computed in a slot is admitted to
     the round that is open by then.
-
-    Args:
-        protocol: Has this rank's records.
-        storage: Has the memory.
     """
 
     def __init__(self, protocol: AdmissionProtocol, storage: Storage) -> None:
@@ -55,26 +51,37 @@ class RankBuffers:
         """Whether a gradient is in its buffer already: in ``slot``, and all of it."""
         return slot is not None and same_elements(array, self._lent[slot].array)
 
-    def free_for(self, slot: int | None, parity: int) -> list[int]:
-        """Return the buffers for a round that none holds, the best one first."""
-        other = self._records[1 - parity]
-        free = [1 - other.buffer] if other else [0, 1]
-        if self._lent:
-            others = self._of_others(slot)
-            free = [buffer for buffer in free if buffer not in others]
-            # Prefer a buffer that the calling thread does not have as a slot.
-            free.sort(key=self._lent.__contains__)
-        return free
+    def fresh(self, slot: int | None) -> tuple[int | None, int | None]:
+        """Return the first buffer for a round of each parity; None if there is none.
 
-    def settle(self, admitted: Admitted, slot: int | None) -> None:
+        ``slot`` is the one that contains the gradient, if one does.
+        """
+        if not self._lent:
+            one, two = self._records
+            return 1 - two.buffer if two else 0, 1 - one.buffer if one else 0
+        others = self._of_others(slot)
+        return self._first(0, others), self._first(1, others)
+
+    def _first(self, parity: int, others: set[int]) -> int | None:
+        """Return the first buffer for a round, without slots of other threads."""
+        held, free = self._records[1 - parity], {0, 1} - others
+        if held and free == {held.buffer}:
+            # It may have been reduced.
+            held = self._current(1 - parity)
+        if held:
+            free.discard(held.buffer)
+        # Prefer a buffer that the calling thread does not have as a slot.
+        return min(free, key=lambda each: (each in self._lent, each), default=None)
+
+    def note_admitted(self, admitted: Admitted, slot: int | None) -> None:
         """Note a gradient in the open round; take back slots of the calling thread."""
         parity = self._last_parity = admitted.parity
         self._records[parity], self._steps[parity] = admitted.record, admitted.step
         if self._lent:
             for index in self._lent.keys() - self._of_others(slot):
-                self.take_back(index)
+                self._take_back(index)
 
-    def take_back(self, index: int) -> None:
+    def _take_back(self, index: int) -> None:
         """End the loan of a slot: NumPy refuses to write to the array from now on."""
         if index in self._lent:
             self._lent[index].array.flags.writeable = False
@@ -97,34 +104,21 @@ class RankBuffers:
                 )
         return None
 
-    def has_room(self, slot: int | None) -> bool:
-        """Return whether a gradient in ``slot``, or in none, has a buffer."""
-        if len(self._lent) <= (slot is not None):
-            return True
-        others = self._of_others(slot)
-        return not others or bool({0, 1} - others - self._held())
+    def check_room(self, grad: Any, local_step: int) -> None:
+        """Raise InvalidArgumentError if a gradient has no room in the open round.
 
-    def joined(self) -> int | None:
-        """Return the open parity if this rank has a gradient in the open round."""
-        parity = self._protocol.state().parity
-        record = self._records[parity]
-        held = record is not None and self._protocol.holds_gradient(parity)
-        return parity if held else None
-
-    def overflow(self, grad: Any) -> tuple[int, InvalidArgumentError] | None:
-        """Return the open parity, and the error, if a gradient has no room in it.
-
-        The rows of a gradient have room in a buffer that has none yet.
+        Its rows have room in a buffer that has none yet.
         """
-        storage, parity = self._storage, self._last_parity
-        record = self._records[parity]
-        if record is None or isinstance(storage, Sums):
-            return None
-        # First what reads memory of this rank only.
-        if storage.surely_fits(record.buffer, grad) or self.joined() != parity:
-            return None
-        error = storage.overflow(record.buffer, grad)
-        return None if error is None else (parity, error)
+        parity, protocol = self._last_parity, self._protocol
+        if (record := self._records[parity]) is None:
+            return
+
+        def joins() -> bool:
+            state = protocol.state()
+            is_open = state.parity == parity and admits(state.step, local_step)
+            return is_open and protocol.holds_gradient(parity)
+
+        self._storage.check_room(record.buffer, grad, joins)
 
     def _of_others(self, slot: int | None = None) -> set[int]:
         """Return the slots of other threads that are alive."""
@@ -143,21 +137,21 @@ class RankBuffers:
             if each < step:
                 self._records[parity] = None
 
-    def _noted(self) -> set[int]:
-        """Return the buffers that rounds may hold; asks nobody."""
-        return {record.buffer for record in self._records if record}
-
-    def _held(self) -> set[int]:
-        """Return the buffers that rounds hold."""
-        for parity, record in enumerate(self._records):
-            if record and not self._protocol.holds_gradient(parity):
-                self._records[parity] = None
-        return self._noted()
+    def _current(self, parity: int) -> Record | None:
+        """Return this rank's record of a round; forget one that was reduced."""
+        record = self._records[parity]
+        if record and not self._protocol.holds_gradient(parity):
+            record = self._records[parity] = None
+        return record
 
     def lend(self, shape: tuple[int, ...]) -> Array | None:
         """Return a buffer that no round holds, as a slot; None if there is none."""
-        others = self._of_others()
-        free = {0, 1} - others - self._noted() or {0, 1} - others - self._held()
+        mine = {0, 1} - self._of_others()
+        # First what needs no question to another node.
+        free = mine - {record.buffer for record in self._records if record}
+        if not free:
+            held = filter(None, map(self._current, range(2)))
+            free = mine - {record.buffer for record in held}
         if not free:
             return None
         # A second call without an apply returns the same slot.
@@ -165,7 +159,7 @@ class RankBuffers:
         me, lent = threading.current_thread(), self._lent.get(index)
         if lent and lent.thread is me and lent.array.shape == shape:
             return lent.array
-        self.take_back(index)
+        self._take_back(index)
         memory = self._slots[index] = self._storage.buffer(index)
         array = memory[: math.prod(shape)].reshape(shape)
         self._lent[index] = Lent(array, me)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, SupportsIndex, SupportsInt
 import numpy as np
 
 from hpcaccum.accumulator.handle import Accumulator, Taken
-from hpcaccum.accumulator.settings import Settings, check_settings
-from hpcaccum.accumulator.storage import Slots, Sums
+from hpcaccum.accumulator.settings import check_settings
 from hpcaccum.arguments import (
     gradient_array,
     positive_weight,
@@ -89,21 +88,12 @@ class ConditionalAccumulator(Accumulator):
         workers: int | None = None,
     ) -> None:
         group = group_of(comm)
-
-        def check() -> Settings:
-            return check_settings(
-                dtype=dtype,
-                shape=shape,
-                shared_name=shared_name,
-                reduction=reduction_type,
-                host=host,
-                capacity=capacity,
-                storage=storage,
-                workers=group.size if workers is None else workers,
-                size=group.size,
-            )
-
-        super().__init__(group, name, check)
+        given = dtype, shape, shared_name, reduction_type, host, workers
+        super().__init__(
+            group,
+            name,
+            lambda: check_settings(group.size, given, capacity, storage),
+        )
 
     def apply_grad(
         self,
@@ -265,14 +255,13 @@ class ConditionalAccumulator(Accumulator):
         )
 
     def _reduce(self, closed: Closed, out: Array | None, deadline: Deadline) -> Array:
-        shape, storage = self._protocol.shapes.shape(closed.shape), self._storage
-        assert isinstance(storage, (Slots, Sums))
+        shape = self._protocol.shapes.shape(closed.shape)
         found = result_array(out, self.dtype, shape)
         result = np.empty(shape, self.dtype) if is_device(found) else found
         flat = result.reshape(-1)
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):
-            storage.total(closed, self._divisor(closed), flat, deadline)
+            self._storage.total(closed, self._divisor(closed), flat, deadline)
         if found is not result:
             copyto(found, result)
         return found

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum import device
-from hpcaccum.accumulator.declared_shape import declared_shape, is_fixed, known
 from hpcaccum.accumulator.device_protocol import AccumulatorOnDevice, Launch
+from hpcaccum.accumulator.settings import declared_shape, is_fixed, known
 from hpcaccum.arguments import REDUCTIONS, one_of, positive_weight, step_number
 from hpcaccum.device import PointerTable, Table, check_device_array, kernels
 from hpcaccum.dtypes import FLOATS, accumulation_dtype, float_dtype
@@ -19,8 +19,8 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import Layout
 
 if TYPE_CHECKING:
-    from hpcaccum.accumulator.declared_shape import Shape
     from hpcaccum.accumulator.receipts import Receipt
+    from hpcaccum.accumulator.settings import Shape
 
 # The internal name of the array of an accumulator without names.
 _ONLY = "gradient"
@@ -128,7 +128,7 @@ class DeviceAccumulator(AccumulatorOnDevice):
             Whether it was accepted, and at which step.
 
         Raises:
-            InvalidArgumentError: For a wrong shape, dtype, place or step, or a weight
+            InvalidArgumentError: For a wrong shape, dtype, device or step, or a weight
                 that is not a finite number above 0. Nothing has changed then.
         """
         self._check_open()

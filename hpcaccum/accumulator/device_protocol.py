@@ -74,10 +74,6 @@ class AccumulatorOnDevice(Freeable):
 
     Any thread may call. All launches of one call follow those of the call before, also
     on different streams.
-
-    Args:
-        name: Name of the accumulator; begins messages.
-        nbytes: Bytes of its sum.
     """
 
     def __init__(self, name: str, nbytes: int) -> None:
@@ -146,23 +142,14 @@ class AccumulatorOnDevice(Freeable):
     ) -> Receipt:
         """Queue the addition of a gradient, unless it is stale."""
         with self._calls.hold("apply_grad"):
-            return self._admit(local_step, weight, arrays, prepare)
-
-    def _admit(
-        self,
-        local_step: int,
-        weight: float,
-        arrays: Any,
-        prepare: Callable[[bool], Launch],
-    ) -> Receipt:
-        self._check_here()
-        state = self._state
-        receipt = Receipt(local_step >= state.step, local_step, state.step)
-        if receipt:
-            first = state.accumulated == 0
-            self._in_turn(lambda: prepare(first)(), arrays)
-        self._state = state.after(receipt, weight)
-        return receipt
+            self._check_here()
+            state = self._state
+            receipt = Receipt(local_step >= state.step, local_step, state.step)
+            if receipt:
+                first = state.accumulated == 0
+                self._in_turn(lambda: prepare(first)(), arrays)
+            self._state = state.after(receipt, weight)
+            return receipt
 
     def _take(
         self, num_required: Any, timeout: float | None, reduce: Callable[[float], T]
@@ -172,15 +159,7 @@ class AccumulatorOnDevice(Freeable):
         ``reduce`` queues work on the current stream, and calls `_begin_step` as soon as
         that has taken the sum.
         """
-        required = positive_count(num_required, "num_required")
-        deadline = Deadline(timeout, f"{self._name}: take_grad({required})")
-        with self._taking.hold("take_grad", deadline):
-            self._wait(required, deadline)
-            with self._calls.hold("take_grad"):
-                self._check_here()
-                return self._in_turn(lambda: reduce(self._state.weight))
 
-    def _wait(self, required: int, deadline: Deadline) -> None:
         def enough() -> bool | None:
             self._check_open()
             return self._state.accumulated >= required or None
@@ -189,7 +168,13 @@ class AccumulatorOnDevice(Freeable):
             step, had, *_ = self._state
             return f"{required} gradients at step {step}, had {had}"
 
-        deadline.wait(enough, missing)
+        required = positive_count(num_required, "num_required")
+        deadline = Deadline(timeout, f"{self._name}: take_grad({required})")
+        with self._taking.hold("take_grad", deadline):
+            deadline.wait(enough, missing)
+            with self._calls.hold("take_grad"):
+                self._check_here()
+                return self._in_turn(lambda: reduce(self._state.weight))
 
     def _begin_step(self) -> None:
         """Count the step."""

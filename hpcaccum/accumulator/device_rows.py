@@ -88,7 +88,7 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
             Whether it was accepted, and at which step.
 
         Raises:
-            InvalidArgumentError: For a wrong shape, dtype, place, step or weight.
+            InvalidArgumentError: For a wrong shape, dtype, device, step or weight.
                 Nothing has changed then.
         """
         self._check_open()
@@ -141,16 +141,13 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
         self._check_open()
         return self._take(num_required, timeout, lambda _: self._reduce())
 
-    def _check_refused(self) -> None:
+    def _reduce(self) -> tuple[Any, Any]:
         if refused := int(self._refused.item()):
             self._refused.fill(0)
             raise InvalidArgumentError(
                 f"{self._name}: {refused} of the indices were not in 0 to "
                 f"{self._rows - 1} and were not added"
             )
-
-    def _reduce(self) -> tuple[Any, Any]:
-        self._check_refused()
         # Plain CuPy: a kernel would move as many bytes as this gather and scatter. All
         # that may fail, such as an allocation, comes before the sum changes.
         rows = device.cupy().flatnonzero(self._weights)

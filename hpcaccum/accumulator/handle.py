@@ -50,11 +50,7 @@ class Accumulator(Freeable):
     """A handle to a `SharedAccumulator`, which several may share. Collective.
 
     The base of the accumulators that users make: they apply gradients and take them.
-
-    Args:
-        group: The ranks.
-        name: For messages.
-        check: Checks the arguments of the subclass.
+    ``check`` checks the arguments of the subclass.
 
     Raises:
         InvalidArgumentError, TypeError: On every rank, if ``check`` raises on one.
@@ -89,7 +85,7 @@ class Accumulator(Freeable):
         return (
             f"<{kind} {self._name!r} {self.dtype} "
             f"{self._settings.shape}: step {state.step}, {self._protocol.count()} "
-            f"accumulated, {self._storage.name}>"
+            f"accumulated, {self._settings.storage}>"
         )
 
     @property
@@ -190,7 +186,7 @@ class Accumulator(Freeable):
             tuple(self._protocol.membership.left()),
             tuple(self._protocol.membership.lost()),
             self._protocol.num_lost(),
-            self._storage.name,
+            self._settings.storage,
             self._storage.window_bytes,
         )
 

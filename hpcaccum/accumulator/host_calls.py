@@ -1,26 +1,25 @@
 """Admission and takes for ranks of other nodes, by the agent of the host's node.
 
-The agent has the words on its own node. So a rank needs one message and its answer for
-an admission, and for a take another one when the round is reduced. The agent calls the
-functions that a rank of its node calls.
+The agent has the words on its own node, and calls the functions that a rank of its node
+calls. So a rank needs one message and its answer for an admission, and for a take
+another one when the round is reduced.
 
 A short gradient is part of the message. The agent keeps a copy, and need not ask for
 the gradient when the round is reduced. If it has all gradients of a round, and they are
 short, the answer to a take has their sum.
 
 A rank that waits for a take has the time limit, and may be interrupted. Then it has the
-agent end the take. If a rank dies, so that others pass its place in the line, the agent
-itself says so: it is not in the middle of a take of that rank.
+agent end the take.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hpcaccum.accumulator.declared_shape import size_of
+from hpcaccum.accumulator.protocol import Request
+from hpcaccum.accumulator.settings import size_of
 from hpcaccum.deadline import Deadline, grace
 from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError
 from hpcaccum.nodes import Calls, LostNodeError
@@ -29,9 +28,8 @@ from hpcaccum.spans import traced
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted, Fresh
-    from hpcaccum.accumulator.shapes import Offer
-    from hpcaccum.accumulator.state import Closed, State
+    from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted
+    from hpcaccum.accumulator.state import Closed
     from hpcaccum.accumulator.storage import Storage
     from hpcaccum.accumulator.taker import Taker, Wait, Waits
     from hpcaccum.mpi import Group
@@ -41,15 +39,7 @@ T = TypeVar("T")
 
 
 class HostCalls(Calls):
-    """Calls of the agent of the host's node, for one accumulator. Collective.
-
-    Args:
-        group: The ranks, on several nodes.
-        protocol: Has the words.
-        storage: Has the buffers.
-        taker: Takes.
-        what: Name for messages.
-    """
+    """Calls of the agent of the host's node, for one accumulator. Collective."""
 
     def __init__(
         self,
@@ -64,38 +54,20 @@ class HostCalls(Calls):
         self._leaving: Call | None = None
         # On the agent, by rank: what its take waits for, and what it has closed.
         self._waits: dict[int, Wait | None] = {}
-        self._closed: dict[int, tuple[State, Closed]] = {}
+        self._closed: dict[int, Closed] = {}
         # The ranks that want their takes to end.
         self._given_up: set[int] = set()
-        self._functions: dict[str, Callable[..., Any]] = {
-            "admit": self._admit,
-            "arrive": self._arrive,
-            "abandon": self._abandon,
-            "take": self._take,
-            "missing": self._missing,
-            "give up": self._give_up,
-            "leave": self._leave,
-            "complete": self._complete,
-            "lose": self._lose,
-        }
         # Last: other ranks may call at once.
         super().__init__(group, protocol.words.root, self._serve, what)
 
     # A rank of another node
 
-    def admit(
-        self,
-        local_step: int,
-        offer: Offer,
-        fresh: tuple[Fresh | None, Fresh | None],
-        weight: float,
-        only: int | None,
-        contents: bytes | None,
-    ) -> Call:
+    def admit(self, request: Request) -> Call:
         """Begin to have a gradient admitted: the result is that of the protocol's."""
         # The answer may lead other ranks to what is in the buffer.
         self._protocol.words.sync()
-        return self.begin("admit", local_step, offer, fresh, weight, only, contents)
+        # Its parts are shorter in a message.
+        return self.begin("admit", *request)
 
     def arrive(self, admitted: Admitted) -> Call:
         """Begin to publish that a gradient is in place."""
@@ -117,33 +89,23 @@ class HostCalls(Calls):
     ) -> T:
         """Do as `Taker.take`."""
         with self._taker.inside.hold("take_grad", deadline):
-            return self._take_in_turn(required, at_least, deadline, reduce)
-
-    def _take_in_turn(
-        self,
-        required: int,
-        at_least: int | None,
-        deadline: Deadline,
-        reduce: Callable[[Closed], T],
-    ) -> T:
-        if self._leaving is not None:
-            self._leaving.result(deadline, self.missing)
-            self._leaving = None
-        again = False
-        try:
-            while True:
-                closed = self._close(required, at_least, again, deadline)
-                try:
-                    result = reduce(closed)
-                    break
-                except LostNodeError:
-                    # Again, without the gradients that were there.
-                    again = True
-        except BaseException:
-            self._end_take("leave")
-            raise
-        self._end_take("complete")
-        return result
+            if self._leaving is not None:
+                self._leaving.result(deadline, self.missing)
+                self._leaving = None
+            again, end = False, "leave"
+            try:
+                while True:
+                    closed = self._close(required, at_least, again, deadline)
+                    try:
+                        result = reduce(closed)
+                    except LostNodeError:
+                        # Again, without the gradients that were there.
+                        again = True
+                    else:
+                        end = "complete"
+                        return result
+            finally:
+                self._end_take(end)
 
     @traced("take")
     def _close(
@@ -157,7 +119,7 @@ class HostCalls(Calls):
             if error is call.answer:
                 raise
             if call.answer is None:
-                self.begin("give up")
+                self.begin("give_up")
             # It may be closed nevertheless, or have been when the limit passed.
             closed = self._last_answer(call)
             if closed is None:
@@ -177,9 +139,9 @@ class HostCalls(Calls):
         """Return what the take of this rank waits for, for messages."""
         return str(self.call("missing"))
 
-    def _end_take(self, how: str) -> None:
+    def _end_take(self, end: str) -> None:
         """End the take of this rank; wait for a moment at most."""
-        self._leaving = self.begin(how)
+        self._leaving = self.begin(end)
         with contextlib.suppress(WaitTimeoutError):
             self._leaving.result(grace(self.what))
             self._leaving = None
@@ -187,42 +149,30 @@ class HostCalls(Calls):
     # The agent
 
     def _serve(self, rank: int, kind: str, *arguments: Any) -> Any:
-        return self._functions[kind](rank, *arguments)
+        result = getattr(self, f"_{kind}")(rank, *arguments)
+        return True if result is None else result
 
-    def _admit(
-        self,
-        rank: int,
-        local_step: int,
-        offer: Offer,
-        fresh: tuple[Fresh | None, Fresh | None],
-        weight: float,
-        only: int | None,
-        contents: bytes | None,
-    ) -> Admitted:
-        keep: Callable[[int], None] | None = None
-        if contents is not None:
-            keep = functools.partial(self._storage.keep, rank, contents=contents)
-        return self._protocol.admit(
-            rank,
-            local_step,
-            lambda: offer,
-            fresh.__getitem__,
-            weight=weight,
-            only=only,
-            keep=keep,
-        )
+    def _admit(self, rank: int, *parts: Any) -> Admitted:
+        request = Request(*parts)
+        offer, contents = request.offer, request.contents
+        assert offer is not None
+        admitted = self._protocol.admit(rank, request, lambda: offer)
+        if admitted.complete:
+            assert admitted.record is not None
+            if contents is not None:
+                self._storage.keep(rank, admitted.record.buffer, contents)
+            self._protocol.arrive(rank, admitted)
+        return admitted
 
-    def _arrive(self, rank: int, admitted: Admitted, contents: bytes | None) -> bool:
+    def _arrive(self, rank: int, admitted: Admitted, contents: bytes | None) -> None:
         record = admitted.record
         if contents is not None and record is not None:
             self._storage.keep(rank, record.buffer, contents)
             admitted = admitted._replace(record=record._replace(copied=1))
         self._protocol.arrive(rank, admitted)
-        return True
 
-    def _abandon(self, rank: int, admitted: Admitted) -> bool:
+    def _abandon(self, rank: int, admitted: Admitted) -> None:
         self._protocol.abandon(rank, admitted)
-        return True
 
     def _take(
         self, rank: int, required: int, at_least: int | None, again: bool
@@ -237,21 +187,18 @@ class HostCalls(Calls):
         finally:
             waits.close()
             del self._waits[rank]
-        return self._closed[rank][1]
+        return self._closed[rank]
 
     def _closing(
         self, rank: int, required: int, at_least: int | None, again: bool
-    ) -> Waits[tuple[State, Closed]]:
+    ) -> Waits[Closed]:
         """Close a round for a rank, which has its turn if ``again``."""
         taker, storage, shapes = self._taker, self._storage, self._protocol.shapes
         if not again:
             yield from taker.turn(rank)
-        closing, closed = yield from taker.close(required, at_least)
+        closed = yield from taker.close(required, at_least)
         count = size_of(shapes.shape(closed.shape))
-        if (total := storage.short_total(closed, count)) is not None:
-            return closing, dataclasses.replace(closed, total=total)
-        # The rank cannot reach the copies of a node that is lost.
-        return (yield from taker.close(required, at_least, copies=False))
+        return dataclasses.replace(closed, total=storage.short_total(closed, count))
 
     def _run(self, rank: int, waits: Waits[T]) -> Generator[bool, None, T]:
         """Run a take of a rank; yield while it waits."""
@@ -298,11 +245,9 @@ class HostCalls(Calls):
         self._protocol.take_lock.leave(rank)
         return True
 
-    def _complete(self, rank: int) -> bool:
-        self._taker.complete(rank, *self._closed.pop(rank))
+    def _complete(self, rank: int) -> None:
+        self._taker.complete(rank, self._closed.pop(rank))
         self._protocol.take_lock.leave(rank)
-        return True
 
-    def _lose(self, _: int, rank: int) -> bool:
+    def _lose(self, _: int, rank: int) -> None:
         self._protocol.membership.lose_rank(rank)
-        return True

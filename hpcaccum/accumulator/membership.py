@@ -23,18 +23,11 @@ class Membership:
     no more: its call on the object has broken, or its process has died. What it was
     admitted with and has not written is left out.
 
-    Another word counts the changes, so that a rank that waits reads one word.
-
-    Args:
-        words: The words of the object.
-        base: Index of the first of ``Membership.words(size)`` words. This one counts
-            the changes, to be read together with the words before.
-        rank: This rank.
-        size: The number of ranks.
-        workers: How many of them contribute. If not all, the root does not.
+    Another word, the one at ``base``, counts the changes, so that a rank that waits
+    reads one word, together with those before it.
 
     Attributes:
-        workers: As given.
+        workers: How many ranks contribute. If not all, the root does not.
         has_left: Whether this rank has left, or begun to, or is lost.
         comes_back: Whether it left to come back.
     """

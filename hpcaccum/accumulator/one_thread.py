@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 class OneThread:
     """Lets one thread at a time make calls; others wait, with their limit.
 
-    Args:
-        what: Name for messages.
-        other: What others wait for, for messages.
+    Messages begin with ``what``, and say that others wait for ``other``.
     """
 
     def __init__(self, what: str, other: str = "another thread of this rank") -> None:

@@ -3,28 +3,22 @@
 No lock is held while a gradient is copied. One 64-bit word, STATE, decides by
 compare-and-swap which gradient is admitted to which round; the payload is copied
 afterwards. Each rank has one record per round, a word that only it writes: how many of
-its gradients have arrived. Another word has the sum of their weights, and is written
-first. Rounds alternate between two parities: while one is being reduced, the other is
-open. A take clears the records of a parity before it passes its turn on, hence before
-that parity can be opened again.
+its gradients have arrived. Rounds alternate between two parities: while one is being
+reduced, the other is open. A take clears the records of a parity before it passes its
+turn on, hence before that parity can be opened again.
 
 A take that finds too few gradients does not poll the count. It replaces the count in
 STATE by the number still missing. The writer that decrements it to zero closes the
 round in the same compare-and-swap, so no gradient can be admitted between the last one
 required and the close. TensorFlow's queue behaves in the same way.
 
-A rank may be lost at any point: an exception ends its call. Before a rank tries to have
-a gradient admitted, it sets a word, its intent, to the parity that it tries. It clears
-the word when its record says that the gradient has arrived. As soon as no rank but lost
-ones has an open intent for a closed round, what was admitted and has not arrived is
-lost, and the take leaves it out.
-
-A take first writes to CLOSED what it is about to close. If it fails, the next take
-finds there what is left to do: a round that was closed and not reduced is reduced then.
+A rank may be lost at any point. Before it tries to have a gradient admitted, it sets a
+word, its intent, to the parity that it tries; it clears the word when its record says
+that the gradient has arrived. As soon as no rank but lost ones has an open intent for a
+closed round, what was admitted and has not arrived is lost, and the take leaves it out.
 
 All words are on the node of the host, and are changed by its ranks only. For a rank of
-another node, the agent of that node does what the rank would do, by the same functions:
-see `host_calls`.
+another node, the agent of that node does what the rank would do: see `host_calls`.
 
 `AdmissionProtocol` has the words and what writers do with them; `taker` has what takes
 do. The protocol is model-checked: tests/model/accumulator.pml.
@@ -36,17 +30,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hpcaccum.accumulator.membership import Membership
 from hpcaccum.accumulator.receipts import Counters, Receipt
-from hpcaccum.accumulator.row_shapes import RowShapes
-from hpcaccum.accumulator.shapes import (
-    FixedShape,
-    ShapePerRound,
-    ShapePolicy,
-    ShapeTable,
-)
-from hpcaccum.accumulator.state import Packing, Record, State, admits
-from hpcaccum.accumulator.storage import Sums
+from hpcaccum.accumulator.settings import SUM
+from hpcaccum.accumulator.shapes import RowShapes, Shapes, ShapeTable
+from hpcaccum.accumulator.state import Packing, Record, State, WordLayout, admits
 from hpcaccum.accumulator.ticket_lock import TicketLock
-from hpcaccum.accumulator.word_layout import WordLayout
 from hpcaccum.errors import InvalidArgumentError, format_ranks
 from hpcaccum.mpi import bits
 from hpcaccum.nodes import words_of
@@ -57,9 +44,6 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator.settings import Settings
     from hpcaccum.accumulator.shapes import Offer
     from hpcaccum.mpi import AtomicWords, Group
-
-# A buffer, and whether the gradient is in it already.
-Fresh = tuple[int, bool]
 
 # Writes to STATE must not invalidate the cache line of other words.
 _FIXED = WordLayout()
@@ -77,6 +61,27 @@ MEMBERS = _FIXED.count
 _APART = 8
 
 
+class Request(NamedTuple):
+    """What a rank asks for: that a gradient is admitted.
+
+    Attributes:
+        local_step: The step at which it was computed.
+        weight: What it counts.
+        fresh: The first buffer that its rank has for a round, by parity; None if it has
+            none at the moment.
+        in_place: Whether the gradient is in that buffer, or comes as ``contents``.
+        offer: Of a rank of another node.
+        contents: Of the buffer, of which the agent keeps a copy; None if it does not.
+    """
+
+    local_step: int
+    weight: float
+    fresh: tuple[int | None, int | None]
+    in_place: bool
+    offer: Offer | None = None
+    contents: bytes | None = None
+
+
 class Admitted(NamedTuple):
     """What became of a gradient.
 
@@ -87,8 +92,7 @@ class Admitted(NamedTuple):
         parity: Of the open round.
         before: What its rank had in the round; None if nothing.
         record: What it has, once the gradient is in place.
-        complete: Whether it was admitted, is in place and counted. If it was admitted
-            and is not in place, its rank still has an open intent.
+        complete: Whether it was admitted, and is in place; if not, it must be written.
     """
 
     accepted: bool | None
@@ -105,28 +109,21 @@ class Admitted(NamedTuple):
 
 
 class AdmissionProtocol:
-    """The words of one accumulator, and the admission of gradients.
-
-    Collective.
-
-    Args:
-        group: The ranks.
-        settings: Of the accumulator.
-        what: Name for messages.
+    """The words of one accumulator, and the admission of gradients. Collective.
 
     Attributes:
         words: All words.
-        shapes: The shape policy.
+        shapes: Which shapes fit a round.
         membership: Which ranks contribute.
         take_lock: Held by the take that has its turn, first come, first served.
         counters: What happened to the gradients of each rank.
+        apart: Whether a rank that adds a gradient spoils no more than its own sum.
     """
 
     def __init__(self, group: Group, settings: Settings, what: str) -> None:
         rank, n = group.rank, group.size
         self._what, self._rank, self._size = what, rank, n
-        # Whether a rank that adds a gradient spoils no more than its own sum.
-        self._apart = settings.storage != Sums.name
+        self.apart = settings.storage != SUM
         self.packing = Packing(shaped=not settings.has_one_shape)
         layout = WordLayout(after=_FIXED)
         members = layout.take(Membership.words(n))
@@ -142,7 +139,8 @@ class AdmissionProtocol:
         self.membership = Membership(words, members, rank, n, settings.workers)
         self.take_lock = TicketLock(words, lock, n, self.membership.dead)
         self.counters = Counters(words, counters, n)
-        self.shapes = _policy(settings, what, ShapeTable(words, table, limit))
+        shapes = RowShapes if settings.is_sparse else Shapes
+        self.shapes = shapes(settings, what, ShapeTable(words, table, limit))
 
     def state(self) -> State:
         """Return the state now."""
@@ -178,34 +176,22 @@ class AdmissionProtocol:
     # Admission
 
     def admit(
-        self,
-        rank: int,
-        local_step: int,
-        offer: Callable[[], Offer],
-        fresh: Callable[[int], Fresh | None],
-        *,
-        weight: float = 1.0,
-        only: int | None = None,
-        keep: Callable[[int], None] | None = None,
+        self, rank: int, request: Request, offer: Callable[[], Offer]
     ) -> Admitted:
         """Admit a gradient of a rank to the open round, or drop it.
 
-        On the host's node only. If the gradient is admitted and not in its buffer,
-        `arrive` comes when it is.
+        On the host's node only. If the gradient is admitted, `arrive` comes when it is
+        in its buffer.
 
         Args:
             rank: Which has no other gradient on its way.
-            local_step: The step at which the gradient was computed.
-            offer: Returns what the shape policy needs to know of it.
-            fresh: Returns the first buffer that the rank has for a round, by parity.
-            weight: Of the gradient.
-            only: Parity to which the gradient may be admitted, if not to both.
-            keep: Has an agent keep a copy of what is in a buffer.
+            request: What it asks for.
+            offer: Returns what decides whether its shape fits.
 
         Raises:
             InvalidArgumentError: If the shape does not fit, or the round is full.
         """
-        word, offered = self.words.read(STATE), None
+        word, offered, local_step = self.words.read(STATE), None, request.local_step
         while True:
             state = self.packing.unpack(word)
             step, parity = state.step, state.parity
@@ -214,10 +200,9 @@ class AdmissionProtocol:
                 return Admitted(False, local_step, step, parity)
             offered = offered or offer()
             shape = self._shape_of(offered, state)
-            index = self.record_index(parity, rank)
             # Only its rank changes it, and a take before the round is open.
-            held, place = self.words.peek(index), fresh(parity)
-            if only not in (None, parity) or not (held or place):
+            held, fresh = self._record_of(parity, rank), request.fresh[parity]
+            if held is None and fresh is None:
                 return Admitted(None, local_step, step, parity)
             self._set_intent(rank, 1 + parity)
             new = self.packing.pack(state.admitted(shape))
@@ -226,31 +211,21 @@ class AdmissionProtocol:
                 break
             self.end_intent(rank)
             word = found
-        if held:
-            had = self.words.read(self._weight_index(parity, rank))
-            before: Record | None = Record.of(held, had)
-            record = Record.of(held, had).written(weight)._replace(shape=shape)
-            complete = False
+        if held is None:
+            assert fresh is not None
+            copied = request.contents is not None
+            record = Record(fresh, 1, 0, shape, int(copied), request.weight)
         else:
-            assert place is not None
-            complete, copied = place[1] and self._apart, keep is not None
-            before = None
-            record = Record(place[0], 1, 0, shape, int(copied), weight)
-            if keep is not None:
-                keep(place[0])
-        admitted = Admitted(True, local_step, step, parity, before, record, complete)
-        if complete:
-            self.arrive(rank, admitted)
-        elif before or not self._apart:
+            record = held.written(request.weight)._replace(shape=shape)
+        complete = held is None and request.in_place and self.apart
+        if held or not self.apart:
             adding = record._replace(number=record.number - 1, adding=1)
-            self.words.write(index, adding.word())
-        return admitted
+            self.words.write(self.record_index(parity, rank), adding.word())
+        return Admitted(True, local_step, step, parity, held, record, complete)
 
     def _shape_of(self, offer: Offer, state: State) -> int:
         """Return the number of a gradient's shape, if it may join the open round."""
         shape = self.shapes.number(offer, state.shape)
-        if shape is None:
-            raise self.shapes.misfit(offer, state.shape)
         if state.number >= self.packing.max_count and not state.waiting:
             raise InvalidArgumentError(
                 f"{self._what}: a round holds at most {self.packing.max_count} "
@@ -300,6 +275,13 @@ class AdmissionProtocol:
         """Return the index of a rank's record of the round of a parity."""
         return self._records + parity * self._size + rank
 
+    def _record_of(self, parity: int, rank: int) -> Record | None:
+        """Return what a rank has in a round; on the host's node only."""
+        word = self.words.peek(self.record_index(parity, rank))
+        if not word:
+            return None
+        return Record.of(word, self.words.read(self._weight_index(parity, rank)))
+
     def _weight_index(self, parity: int, rank: int) -> int:
         return self._weights + parity * self._size + rank
 
@@ -338,10 +320,9 @@ class AdmissionProtocol:
         tag = (self.words.read(WANT) >> bits) + 1
         self.words.write(WANT, tag << bits | wanted)
 
-    def put_closing(self, closing: State, *, reduced: bool = False) -> None:
-        """Record what the take closes; once ``reduced``, no other take does that."""
-        word = self.packing.pack(closing._replace(waiting=int(reduced)))
-        self.words.store_unordered(CLOSED, word)
+    def put_closing(self, closing: State) -> None:
+        """Record what the take closes; once `waiting`, no other take reduces it."""
+        self.words.store_unordered(CLOSED, self.packing.pack(closing))
 
     def end_closing(self) -> None:
         """Record that the take is complete."""
@@ -358,10 +339,7 @@ class AdmissionProtocol:
             self.words.write(_NUM_LOST, self.words.read(_NUM_LOST) + number)
 
     def weight(self) -> float:
-        """Return the sum of the weights of gradients that no take has returned yet.
-
-        Of those that are in place.
-        """
+        """Return the sum of the weights of what is in place, and not returned yet."""
         both = [self.read_records(parity).values() for parity in range(2)]
         return sum(each.weight for found in both for each in found if each.number)
 
@@ -372,8 +350,7 @@ class AdmissionProtocol:
     def count(self) -> int:
         """Return how many gradients no take has returned yet.
 
-        These are the gradients of the open round, and those of a round that a take
-        closed and could not finish.
+        Also those of a round that a take closed and could not finish.
         """
         bits = self.packing.max_count.bit_length()
         while True:
@@ -413,11 +390,3 @@ class AdmissionProtocol:
         """Return which ranks were admitted and have not written, for messages."""
         slow = self.open_intents(parity)
         return f"{format_ranks(slow)}, admitted to the round, to finish writing"
-
-
-def _policy(settings: Settings, what: str, table: ShapeTable) -> ShapePolicy:
-    """Return the shape policy; ``table`` is for shapes that differ between rounds."""
-    if settings.has_one_shape:
-        return FixedShape(settings, what)
-    policy = RowShapes if settings.is_sparse else ShapePerRound
-    return policy(settings, what, table)

@@ -152,13 +152,7 @@ def _column(accepted: bool, lag: int) -> int:
 
 
 class Counters:
-    """One row of counters per rank, which it writes, or an agent while it waits.
-
-    Args:
-        words: The words.
-        base: Index of the first of ``Counters.words(size)`` words.
-        size: The number of rows.
-    """
+    """One row of counters per rank, which it writes, or an agent while it waits."""
 
     _WIDTH = _DROPPED + MAX_LAG + 1
 

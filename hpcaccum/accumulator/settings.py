@@ -1,27 +1,31 @@
-"""The arguments of an accumulator, checked."""
+"""The checked arguments of an accumulator, and shapes of which parts are unknown."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import math
+import numbers
+import operator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.accumulator.declared_shape import (
-    PartialShape,
-    declared_shape,
-    is_fixed,
-    known,
-    size_of,
-)
-from hpcaccum.accumulator.row_storage import RowSlots
-from hpcaccum.accumulator.storage import Slots, Sums
 from hpcaccum.arguments import REDUCTIONS, one_of, positive_count, rank_number
 from hpcaccum.dtypes import float_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.rows import RowPlace
 
-STORAGES = (Slots.name, Sums.name)
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# What `storage=` may be; ROWS is that of sparse accumulators.
+STORAGES = SLOTS, SUM = "slots", "sum"
+ROWS = "rows"
+
+Shape = tuple[int, ...]
+PartialShape = tuple["int | None", ...]
+
+MAX_DIMS = 16
 
 
 @dataclass(frozen=True)
@@ -50,12 +54,12 @@ class Settings:
     storage: str
     workers: int
     row_size: int = 0
-    rows: tuple[RowPlace, ...] = ()
+    rows: Sequence[RowPlace] = ()
 
     @property
     def is_sparse(self) -> bool:
         """Whether gradients have some rows only."""
-        return self.storage == RowSlots.name
+        return self.storage == ROWS
 
     @property
     def has_one_shape(self) -> bool:
@@ -64,37 +68,57 @@ class Settings:
 
 
 def check_settings(
-    *,
+    size: int, given: tuple[Any, ...], capacity: Any, storage: Any
+) -> Settings:
+    """Check the arguments of a constructor; ``size`` is the number of ranks.
+
+    ``given`` are those that all constructors have: see `_common`.
+    """
+    settings = _common(size, *given)
+    one_of("storage", storage, STORAGES)
+    if not is_fixed(settings.shape) and capacity is None:
+        raise InvalidArgumentError(
+            f"shape {settings.shape} is not fixed: pass capacity=, the maximum number "
+            f"of elements of a gradient"
+        )
+    elements = _capacity(capacity, settings.shape)
+    return replace(settings, capacity=elements, storage=storage)
+
+
+def check_sparse_settings(
+    size: int, given: tuple[Any, ...], capacity: Any, row_size: Any
+) -> Settings:
+    """Check the arguments of a sparse accumulator; see `check_settings`."""
+    settings = _common(size, *given)
+    if capacity is None:
+        raise InvalidArgumentError(
+            "pass capacity=, the maximum number of rows of a rank in one round"
+        )
+    # TensorFlow uses () for a shape that is not known.
+    shape, rows = settings.shape or None, positive_count(capacity, "capacity")
+    width = _row_size(row_size, shape)
+    return replace(settings, shape=shape, capacity=rows, storage=ROWS, row_size=width)
+
+
+def _common(
+    size: int,
     dtype: Any,
     shape: Any,
     shared_name: Any,
     reduction: Any,
     host: Any,
-    capacity: Any,
-    storage: Any,
     workers: Any,
-    size: int,
 ) -> Settings:
-    """Check the constructor's arguments; ``size`` is the number of ranks."""
-    kind, declared = float_dtype(dtype), declared_shape(shape)
-    reduction = _reduction(reduction)
-    one_of("storage", storage, STORAGES)
-    name = _shared_name(shared_name)
-    if not is_fixed(declared) and capacity is None:
-        raise InvalidArgumentError(
-            f"shape {declared} is not fixed: pass capacity=, the maximum number of "
-            f"elements of a gradient"
-        )
-    number = _workers(workers, size)
+    """Check what all constructors have; the rest is to be replaced."""
     return Settings(
-        kind,
-        declared,
-        name,
-        reduction,
+        float_dtype(dtype),
+        declared_shape(shape),
+        _shared_name(shared_name),
+        _reduction(reduction),
         rank_number(host, size, "host"),
-        _capacity(capacity, declared),
-        storage,
-        number,
+        0,
+        "",
+        _workers(workers, size),
     )
 
 
@@ -109,38 +133,6 @@ def _capacity(capacity: Any, declared: PartialShape | None) -> int:
             f"got {capacity}"
         )
     return size
-
-
-def check_sparse_settings(
-    *,
-    dtype: Any,
-    shape: Any,
-    shared_name: Any,
-    reduction: Any,
-    host: Any,
-    capacity: Any,
-    row_size: Any,
-    workers: Any,
-    size: int,
-) -> Settings:
-    """Check the arguments of a sparse accumulator; see `check_settings`."""
-    kind, declared = float_dtype(dtype), declared_shape(shape)
-    if capacity is None:
-        raise InvalidArgumentError(
-            "pass capacity=, the maximum number of rows of a rank in one round"
-        )
-    return Settings(
-        kind,
-        # TensorFlow uses () for a shape that is not known.
-        declared or None,
-        _shared_name(shared_name),
-        _reduction(reduction),
-        rank_number(host, size, "host"),
-        positive_count(capacity, "capacity"),
-        RowSlots.name,
-        _workers(workers, size),
-        _row_size(row_size, declared or None),
-    )
 
 
 def _row_size(row_size: Any, declared: PartialShape | None) -> int:
@@ -179,9 +171,55 @@ def _shared_name(shared_name: Any) -> str:
 
 
 def _workers(workers: Any, size: int) -> int:
-    number = positive_count(workers, "workers")
+    number = size if workers is None else positive_count(workers, "workers")
     if number > size:
         raise InvalidArgumentError(
             f"workers must be at most the number of ranks, {size}, got {number}"
         )
     return number
+
+
+def declared_shape(shape: Any) -> PartialShape | None:
+    """Return a declared shape as a tuple; None entries and None itself are unknown."""
+    if shape is None:
+        return None
+    if isinstance(shape, numbers.Integral) and not isinstance(shape, bool):
+        shape = (shape,)
+    if not isinstance(shape, (list, tuple)):
+        raise TypeError(f"shape must be a list, a tuple or None, got {shape!r}")
+    try:
+        dims = tuple(None if dim is None else operator.index(dim) for dim in shape)
+    except TypeError:
+        text = f"shape must have only integers and None, got {shape!r}"
+        raise TypeError(text) from None
+    if any(dim is not None and dim < 0 for dim in dims):
+        raise InvalidArgumentError(f"shape must have no negative dimension, got {dims}")
+    if len(dims) > MAX_DIMS:
+        raise InvalidArgumentError(
+            f"shape must have at most {MAX_DIMS} dimensions, got {len(dims)}"
+        )
+    return dims
+
+
+def is_fixed(declared: PartialShape | None) -> bool:
+    """Return whether every dimension is known."""
+    return declared is not None and None not in declared
+
+
+def known(shape: PartialShape | None) -> Shape:
+    """Return a shape of which every dimension is known."""
+    return tuple(dim for dim in shape or () if dim is not None)
+
+
+def size_of(shape: Sequence[int | None]) -> int:
+    """Return the number of elements of a fixed shape."""
+    return math.prod(dim for dim in shape if dim is not None)
+
+
+def compatible(shape: Shape, declared: PartialShape | None) -> bool:
+    """Return whether a shape fits a declared one, without broadcasting."""
+    if declared is None:
+        return True
+    return len(shape) == len(declared) and all(
+        want is None or have == want for have, want in zip(shape, declared, strict=True)
+    )

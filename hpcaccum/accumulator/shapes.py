@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpcaccum.accumulator.declared_shape import (
+from hpcaccum.accumulator.settings import (
     MAX_DIMS,
     Shape,
     compatible,
@@ -17,6 +17,7 @@ from hpcaccum.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from hpcaccum.accumulator.settings import Settings
+    from hpcaccum.accumulator.storage import RowGradient
     from hpcaccum.mpi import AtomicWords
 
 
@@ -32,55 +33,68 @@ class Offer(NamedTuple):
     misfit: str | None
 
 
-class ShapePolicy:
+class Shapes:
     """Which shapes the gradients of an accumulator may have.
 
-    STATE and the records name a shape by its number. Number 0 in STATE means that the
-    round has no shape yet, or that all rounds have the same one.
-
-    Args:
-        settings: Of the accumulator.
-        what: Name for messages.
+    If the declared shape is not fixed, the first gradient of a round fixes the shape of
+    that round. STATE and the records name a shape by its number in ``table``. Number 0
+    in STATE means that the round has no shape yet, or that all rounds have the same.
 
     Attributes:
         only: The shape of every round; None if rounds differ.
     """
 
-    only: Shape | None = None
-
-    def __init__(self, settings: Settings, what: str) -> None:
-        self._settings, self._what = settings, what
+    def __init__(self, settings: Settings, what: str, table: ShapeTable) -> None:
+        self._settings, self._what, self._table = settings, what, table
+        self.only = known(settings.shape) if settings.has_one_shape else None
 
     def offer(self, grad: Any) -> Offer:
         """Return what the admission knows of a gradient."""
-        expected = self._expected(grad)
-        if expected is not None:
-            expected = f"gradient must have {expected}, got shape {grad.shape}"
-        return Offer(grad.shape, expected)
+        return Offer(grad.shape, self._misfit(grad))
 
-    def _expected(self, grad: Any) -> str | None:
-        """Return what a gradient must have to fit a round; None if it has that."""
-        raise NotImplementedError
+    def _misfit(self, grad: Any) -> str | None:
+        """Return why a gradient fits no round; None if it may fit one."""
+        shape, declared = grad.shape, self._settings.shape
+        if shape == self.only:
+            return None
+        if not compatible(shape, declared):
+            expected = f"shape {declared}"
+        elif len(shape) > MAX_DIMS:
+            expected = f"at most {MAX_DIMS} dimensions"
+        elif size_of(shape) > self._settings.capacity:
+            expected = f"at most {self._settings.capacity} elements"
+        else:
+            return None
+        return f"gradient must have {expected}, got shape {shape}"
 
-    def number(self, offer: Offer, of_round: int) -> int | None:
-        """Return the number of a gradient's shape; None if it does not fit.
+    def number(self, offer: Offer, of_round: int) -> int:
+        """Return the number of a gradient's shape, for a round that has one, or 0.
 
-        Args:
-            offer: The gradient.
-            of_round: Number of the round's shape.
+        Raises:
+            InvalidArgumentError: If the gradient does not fit.
         """
-        raise NotImplementedError
+        misfit = offer.misfit
+        if of_round and offer.shape != (expected := self._table.shape(of_round)):
+            misfit = self._unlike(expected, offer.shape)
+        if misfit is not None:
+            raise InvalidArgumentError(f"{self._what}: {misfit}")
+        if self.only is not None:
+            return 0
+        return of_round or self._table.number(offer.shape)
+
+    def _unlike(self, expected: Shape, shape: Shape) -> str:
+        """Return why a shape does not fit a round."""
+        others = "like the others of this round"
+        return f"gradient must have shape {expected}, {others}, got shape {shape}"
 
     def shape(self, number: int) -> Shape:
         """Return the shape of a number."""
-        raise NotImplementedError
-
-    def misfit(self, offer: Offer, of_round: int) -> InvalidArgumentError:
-        """Return the error for a gradient that has no number."""
-        return InvalidArgumentError(f"{self._what}: {offer.misfit}")
+        return self._table.shape(number) if self.only is None else self.only
 
     def slot_shape(self, shape: Any) -> Shape:
-        """Return the shape of a slot."""
+        """Return the shape of a slot; None is the declared one, if that is fixed."""
+        if shape is None and self.only is not None:
+            return self.only
         settings, wanted = self._settings, declared_shape(shape)
         if wanted is None or not is_fixed(wanted):
             raise InvalidArgumentError(
@@ -96,77 +110,40 @@ class ShapePolicy:
         return known(wanted)
 
 
-class FixedShape(ShapePolicy):
-    """All gradients have the declared shape."""
+class RowShapes(Shapes):
+    """The first gradient of a round fixes the shape of a row for that round.
 
-    only: Shape
-
-    def __init__(self, settings: Settings, what: str) -> None:
-        super().__init__(settings, what)
-        self.only = known(settings.shape)
-
-    def _expected(self, grad: Any) -> str | None:
-        return None if grad.shape == self.only else f"shape {self._settings.shape}"
-
-    def number(self, offer: Offer, of_round: int) -> int | None:
-        """Return 0 for the declared shape."""
-        return None if offer.misfit else 0
-
-    def shape(self, number: int) -> Shape:
-        """Return the declared shape."""
-        return self.only
-
-    def slot_shape(self, shape: Any) -> Shape:
-        """Return the shape of a slot; None is the declared one."""
-        return self.only if shape is None else super().slot_shape(shape)
-
-
-class ShapePerRound(ShapePolicy):
-    """The first gradient of a round fixes the shape of that round.
-
-    Args:
-        settings: Of the accumulator.
-        what: Name for messages.
-        table: The numbers of the shapes.
+    Values may have more dimensions than the declared shape. No shape, and shape (),
+    admit all values.
     """
 
-    def __init__(self, settings: Settings, what: str, table: ShapeTable) -> None:
-        super().__init__(settings, what)
-        self._table = table
-
-    def _expected(self, grad: Any) -> str | None:
-        settings, shape = self._settings, grad.shape
-        if not compatible(shape, settings.shape):
-            return f"shape {settings.shape}"
-        if len(shape) > MAX_DIMS:
-            return f"at most {MAX_DIMS} dimensions"
-        if size_of(shape) > settings.capacity:
-            return f"at most {settings.capacity} elements"
+    def _misfit(self, grad: RowGradient) -> str | None:
+        settings, declared = self._settings, self._settings.shape or ()
+        dense, indices = grad.slices.dense_shape, grad.rows.indices
+        row, width = grad.shape, declared[1:]
+        if dense is not None and not compatible(dense[: len(declared)], declared):
+            return f"dense_shape must begin with {declared}, got {dense}"
+        rows = declared[0] if declared else None
+        if rows is not None and indices.size and indices[-1] >= rows:
+            return f"indices must be less than {rows}, got {indices[-1]}"
+        if not compatible(row[: len(width)], width):
+            return f"rows must begin with {width}, got {row}"
+        if len(row) > MAX_DIMS:
+            return f"rows must have at most {MAX_DIMS} dimensions, got {row}"
+        if size_of(row) > settings.row_size:
+            return (
+                f"rows must have at most {settings.row_size} elements (row_size=), "
+                f"got {row}"
+            )
+        if indices.size > settings.capacity:
+            return (
+                f"a gradient must have at most {settings.capacity} different "
+                f"rows (capacity=), got {indices.size}"
+            )
         return None
 
-    def number(self, offer: Offer, of_round: int) -> int | None:
-        """Return the number of a gradient's shape; None if it does not fit."""
-        if of_round:
-            same = offer.shape == self._table.shape(of_round)
-            return of_round if same and not offer.misfit else None
-        return None if offer.misfit else self._table.number(offer.shape)
-
-    def shape(self, number: int) -> Shape:
-        """Return the shape of a number."""
-        return self._table.shape(number)
-
-    def misfit(self, offer: Offer, of_round: int) -> InvalidArgumentError:
-        """Return the error for a gradient that has no number."""
-        if of_round and offer.shape != (expected := self._table.shape(of_round)):
-            offer = offer._replace(misfit=self._unlike(expected, offer.shape))
-        if not offer.misfit:
-            return self._table.full()
-        return super().misfit(offer, of_round)
-
     def _unlike(self, expected: Shape, shape: Shape) -> str:
-        """Return why a shape does not fit a round."""
-        others = "like the others of this round"
-        return f"gradient must have shape {expected}, {others}, got shape {shape}"
+        return f"rows must be {expected}, like the others of this round, got {shape}"
 
 
 class ShapeTable:
@@ -175,12 +152,7 @@ class ShapeTable:
     A rank that needs a number searches the entries for the shape. If there is none, it
     reserves the next entry, fills it, and only then uses the number: no rank waits for
     another. Two ranks that do so at the same time give one shape two numbers, hence
-    shapes are compared, never numbers.
-
-    Args:
-        words: The words.
-        base: Index of the first of ``ShapeTable.words(limit)`` words.
-        limit: Maximum number of entries.
+    shapes are compared, never numbers. There are at most ``limit`` entries.
     """
 
     _WIDTH = 1 + MAX_DIMS
@@ -189,9 +161,6 @@ class ShapeTable:
         self._words, self._base, self._limit = words, base, limit
         self._shapes: dict[int, Shape] = {}
         self._numbers: dict[Shape, int] = {}
-        # How many entries were read, and which of them were not filled then.
-        self._seen = 0
-        self._unfilled: list[int] = []
 
     @classmethod
     def words(cls, limit: int) -> int:
@@ -205,36 +174,32 @@ class ShapeTable:
             self._remember(number, tuple(words[1 : words[0]]))
         return self._shapes[number]
 
-    def number(self, shape: Shape) -> int | None:
-        """Return a number for a shape; None if it has none and the table is full."""
+    def number(self, shape: Shape) -> int:
+        """Return a number for a shape.
+
+        Raises:
+            InvalidArgumentError: If it has none and the table is full.
+        """
         if shape not in self._numbers:
             self._read_new()
         if shape not in self._numbers:
             self._add(shape)
-        return self._numbers.get(shape)
-
-    def full(self) -> InvalidArgumentError:
-        """Return the error for a shape that has no number."""
-        return InvalidArgumentError(
-            f"more than {self._limit} different shapes in one accumulator"
-        )
+        return self._numbers[shape]
 
     def _read_new(self) -> None:
         """Read the entries that other ranks have filled."""
         used = min(self._words.read(self._base), self._limit)
-        unfilled = []
-        for number in [*self._unfilled, *range(self._seen + 1, used + 1)]:
+        for number in range(1, used + 1):
             # The first word of an entry is written last; see `_add`.
-            if self._words.read(self._entry(number)):
+            if number not in self._shapes and self._words.read(self._entry(number)):
                 self.shape(number)
-            else:
-                unfilled.append(number)
-        self._seen, self._unfilled = used, unfilled
 
     def _add(self, shape: Shape) -> None:
         number = self._words.fetch_add(self._base, 1) + 1
         if number > self._limit:
-            return
+            raise InvalidArgumentError(
+                f"more than {self._limit} different shapes in one accumulator"
+            )
         entry = self._entry(number)
         if shape:
             self._words.store(entry + 1, shape)

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 
 from hpcaccum.accumulator.host_calls import HostCalls
 from hpcaccum.accumulator.protocol import AdmissionProtocol
-from hpcaccum.accumulator.row_storage import RowSlots
 from hpcaccum.accumulator.settings import Settings
-from hpcaccum.accumulator.storage import Slots, Storage, Sums
+from hpcaccum.accumulator.storage import make_storage
 from hpcaccum.accumulator.taker import Taker
 from hpcaccum.accumulator.writer import Writer
-from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError, LostRankError, WaitTimeoutError
 from hpcaccum.mpi import Freeable, Group, is_ending
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from hpcaccum.accumulator.receipts import Tally
-    from hpcaccum.accumulator.state import Closed
-    from hpcaccum.deadline import Deadline
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -58,17 +50,13 @@ class AccumulatorStatistics:
 class SharedAccumulator(Freeable):
     """The accumulator behind its handles, freed with the last one. Collective.
 
-    Args:
-        group: The ranks.
-        settings: The checked arguments.
-        what: Name for messages, that of the first handle.
-
     Attributes:
-        group, settings: As given.
+        group, settings: The ranks, and the checked arguments.
         protocol: Admits gradients.
         storage: Has them until they are taken.
         writer, taker: This rank's gradients, and takes.
         calls: Those of the agent of the host's node, between nodes.
+        take: `Taker.take`, by that agent if the host's node is another.
         earlier: The counts of runs that this one continues.
     """
 
@@ -82,24 +70,14 @@ class SharedAccumulator(Freeable):
             self.storage = make_storage(group, settings, what)
             undo.pop_all()
         self.taker = Taker(self.protocol, self.storage, group.rank, what)
-        self.calls: HostCalls | None = None
+        self.take, self.calls = self.taker.take, None
         if not group.single_node:
             parts = group, self.protocol, self.storage, self.taker, what
             self.calls = self.taker.calls = HostCalls(*parts)
+            if not self.calls.near:
+                self.take = self.calls.take
         self.writer = Writer(self.protocol, self.storage, group.rank, self.calls, what)
         self._register(group, group.label(what))
-
-    def take(
-        self,
-        required: int,
-        at_least: int | None,
-        deadline: Deadline,
-        reduce: Callable[[Closed], T],
-    ) -> T:
-        """Do as `Taker.take`; by the agent of the host's node, if that is another."""
-        if self.calls is not None and not self.calls.near:
-            return self.calls.take(required, at_least, deadline, reduce)
-        return self.taker.take(required, at_least, deadline, reduce)
 
     @classmethod
     def attach(cls, group: Group, settings: Settings, what: str) -> SharedAccumulator:
@@ -197,14 +175,3 @@ def _key(settings: Settings) -> str:
 
 def _kind(settings: Settings) -> str:
     return "sparse" if settings.is_sparse else "dense"
-
-
-def make_storage(group: Group, settings: Settings, what: str) -> Storage:
-    """Return a new storage. Collective."""
-    dtype, capacity = accumulation_dtype(settings.dtype), settings.capacity
-    root = settings.host
-    if settings.is_sparse:
-        return RowSlots(group, root, capacity, settings.row_size, dtype, what)
-    if settings.storage == Sums.name:
-        return Sums(group, root, capacity, dtype, what)
-    return Slots(group, root, capacity, dtype, what, settings.rows)

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, SupportsInt
 
 import numpy as np
 
-from hpcaccum.accumulator.declared_shape import size_of
 from hpcaccum.accumulator.handle import Accumulator, Taken
-from hpcaccum.accumulator.row_storage import RowGradient, RowSlots
-from hpcaccum.accumulator.settings import Settings, check_sparse_settings
+from hpcaccum.accumulator.settings import check_sparse_settings, size_of
+from hpcaccum.accumulator.storage import RowBuffers, RowGradient
 from hpcaccum.arguments import positive_weight, step_number
 from hpcaccum.device import cupy, current_stream
 from hpcaccum.dtypes import accumulation_dtype
@@ -98,21 +97,12 @@ class SparseConditionalAccumulator(Accumulator):
         workers: int | None = None,
     ) -> None:
         group = group_of(comm)
-
-        def check() -> Settings:
-            return check_sparse_settings(
-                dtype=dtype,
-                shape=shape,
-                shared_name=shared_name,
-                reduction=reduction_type,
-                host=host,
-                capacity=capacity,
-                row_size=row_size,
-                workers=group.size if workers is None else workers,
-                size=group.size,
-            )
-
-        super().__init__(group, name, check)
+        given = dtype, shape, shared_name, reduction_type, host, workers
+        super().__init__(
+            group,
+            name,
+            lambda: check_sparse_settings(group.size, given, capacity, row_size),
+        )
 
     def apply_grad(
         self,
@@ -247,7 +237,7 @@ class SparseConditionalAccumulator(Accumulator):
 
     def _reduce(self, closed: Closed, deadline: Deadline) -> SparseGradient:
         row, storage = self._protocol.shapes.shape(closed.shape), self._storage
-        assert isinstance(storage, RowSlots)
+        assert isinstance(storage, RowBuffers)
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):
             rows = storage.total_rows(closed, size_of(row), deadline)

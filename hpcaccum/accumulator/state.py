@@ -9,6 +9,8 @@ from hpcaccum.mpi import number_of
 
 # Gradients of one rank in one round: 20 bits. Then the number of a shape.
 _MAX_NUMBER, _MAX_SHAPE = (1 << 20) - 1, (1 << 10) - 1
+# 64 bytes on every processor that is common in clusters.
+_WORDS_PER_LINE = 8
 
 
 def admits(step: Any, local_step: Any, max_lag: float = 0) -> Any:
@@ -52,12 +54,7 @@ class State(NamedTuple):
 
 
 class Packing:
-    """The layout of a `State` in 64 bits.
-
-    These are step, shape, parity, waiting, number.
-
-    Args:
-        shaped: Whether each round has a shape of its own.
+    """The layout of a `State` in 64 bits: step, shape, parity, waiting, number.
 
     Attributes:
         max_count: Maximum number of gradients in one round.
@@ -145,7 +142,8 @@ class Closed:
     Attributes:
         step: At which its gradients were admitted.
         parity: Of the round.
-        count: The gradients in it, without those that were lost.
+        number: Gradients that were admitted to it.
+        count: Those that are in it; the others were lost.
         shape: Number of its shape; 0 if all rounds have the same one.
         records: The records of the ranks that have gradients, in rank order.
         total: The bytes of their sum, in the accumulation dtype, if an agent sent them.
@@ -153,6 +151,7 @@ class Closed:
 
     step: int
     parity: int
+    number: int
     count: int
     shape: int
     records: dict[int, Record]
@@ -162,3 +161,28 @@ class Closed:
     def weight(self) -> float:
         """Sum of the weights of the gradients."""
         return sum(record.weight for record in self.records.values())
+
+
+class WordLayout:
+    """Assigns consecutive words to the parts of an object, in the order of the calls.
+
+    The words of one `take` are adjacent, and those of two calls follow each other, so
+    that one read can cover them. Words of ``after``, which every instance has, come
+    first. ``count`` words have been assigned so far.
+    """
+
+    def __init__(self, after: WordLayout | None = None) -> None:
+        self.count: int = after.count if after else 0
+
+    def take(self, count: int = 1, *, own_lines: bool = False) -> int:
+        """Assign ``count`` words; return the index of the first."""
+        if own_lines:
+            self._align()
+        index = self.count
+        self.count += count
+        if own_lines:
+            self._align()
+        return index
+
+    def _align(self) -> None:
+        self.count += -self.count % _WORDS_PER_LINE

@@ -1,35 +1,49 @@
-"""Where admitted gradients are stored until they are taken: `Slots` or `Sums`.
+"""Where admitted gradients are stored until they are taken: `Buffers` or `Sums`.
 
-A storage, also `row_storage.RowSlots`, stores in the accumulation dtype (float32 for
-half precision), knows nothing of the protocol, and may be used by several ranks at once
-if each uses its own buffers only.
+A storage stores in the accumulation dtype (float32 for half precision), knows nothing
+of the protocol, and may be used by several ranks at once if each uses its own buffers.
 """
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcaccum import device
 from hpcaccum.accumulator.batch import Batch
+from hpcaccum.accumulator.settings import ROWS, SLOTS, SUM
+from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Region
 from hpcaccum.nodes import NodeParts, Place, is_short
-from hpcaccum.rows import RowPlace, Rows, merged, union_size, weighted
+from hpcaccum.rows import (
+    RowFormat,
+    RowPlace,
+    Rows,
+    matrix,
+    merged,
+    rows_of,
+    union_size,
+    weighted,
+)
 from hpcaccum.spans import traced
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable
 
+    from hpcaccum.accumulator.settings import Settings
     from hpcaccum.accumulator.state import Closed, Record
     from hpcaccum.deadline import Deadline
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
+    from hpcaccum.rows import IndexedSlices
 
 
-class Slots:
+class Buffers:
     """Two buffers of each rank on its node, for gradients that are vectors.
 
     A vector may have places of rows at its end. If a rank has several gradients in a
@@ -42,34 +56,24 @@ class Slots:
 
     Args:
         group: The ranks.
-        root: The rank whose node's agent may have copies.
-        capacity: Maximum number of elements of a gradient.
-        dtype: Accumulation dtype.
+        settings: Of the accumulator.
         what: Name for messages.
-        rows: The places of rows in a vector.
+        size: Elements of a buffer; by default the longest gradient.
 
     Attributes:
         parts: The memory of all buffers.
-        sends: Whether MPI sends what `write` gets.
-        apart: Whether the gradients of each rank are kept apart.
     """
 
-    name, sends, apart = "slots", False, True
-
     def __init__(
-        self,
-        group: Group,
-        root: int,
-        capacity: int,
-        dtype: np.dtype[Any],
-        what: str,
-        rows: Sequence[RowPlace] = (),
+        self, group: Group, settings: Settings, what: str, size: int | None = None
     ) -> None:
-        self._rank, self._stride = group.rank, _aligned(capacity * dtype.itemsize)
+        self._rank, self._rows = group.rank, settings.rows
+        self._dtype = accumulation_dtype(settings.dtype)
+        self._capacity = settings.capacity if size is None else size
+        self._stride = _aligned(self._capacity * self._dtype.itemsize)
         self.parts = NodeParts(group, 2 * self._stride, what, longest=self._stride)
-        self._capacity, self._dtype, self._rows = capacity, dtype, rows
         # Whether the agent of this node may have copies.
-        self._has_copies = self.parts.is_here(root)
+        self._has_copies = self.parts.is_here(settings.host)
         self._threads = group.own_cores
         # This rank's buffers, after its first gradient from a device.
         self._pinned: device.Pinned | None = None
@@ -86,13 +90,9 @@ class Slots:
             memory = self.parts.view(Place(self._rank, 0), nbytes, whole)
             self._pinned = device.Pinned(memory)
 
-    def is_lost(self, rank: int, record: Record, copies: bool) -> bool:
-        """Whether the gradients of a record are on a node that is lost.
-
-        Those of which this node has copies are not, if ``copies``.
-        """
-        copied = copies and record.copied & self._has_copies
-        return self.parts.is_lost(rank) and not copied
+    def is_lost(self, rank: int) -> bool:
+        """Whether the buffers of a rank are on a node that is lost."""
+        return self.parts.is_lost(rank)
 
     def _place(self, rank: int, index: int) -> Place:
         return Place(rank, index * self._stride)
@@ -129,26 +129,26 @@ class Slots:
             self.pin()
         return grad
 
-    def surely_fits(self, index: int, grad: Any) -> bool:
-        """Whether a buffer has room for a gradient, even if it has none of its rows."""
-        held = self.buffer(index)
-        return all(
-            place.number(held) + rows.indices.size <= place.form.capacity
-            for place, rows in self._rows_of(grad)
-        )
+    def check_room(self, index: int, grad: Any, joins: Callable[[], bool]) -> None:
+        """Raise InvalidArgumentError if a buffer has no room for another gradient.
 
-    def overflow(self, index: int, grad: Any) -> InvalidArgumentError | None:
-        """Return the error if a buffer has no room for the rows of another gradient."""
-        held = self.buffer(index)
+        Args:
+            index: The buffer.
+            grad: The gradient, of which rows need room.
+            joins: Returns whether it is added to what is in the buffer; slow.
+        """
         for place, rows in self._rows_of(grad):
+            held, room = self.buffer(index), place.form.capacity
+            # Surely, if they have no row in common.
+            if place.number(held) + rows.indices.size <= room or not joins():
+                continue
             number = union_size(place.rows(held).indices, rows.indices)
-            if number > place.form.capacity:
-                return InvalidArgumentError(
+            if number > room:
+                raise InvalidArgumentError(
                     f"{self._label(place)}: the gradients of a rank in one round have "
-                    f"at most {place.form.capacity} different rows (capacity=); those "
-                    f"of rank {self._rank} would have {number}"
+                    f"at most {room} different rows (capacity=); those of rank "
+                    f"{self._rank} would have {number}"
                 )
-        return None
 
     def _rows_of(self, grad: Any) -> list[tuple[RowPlace, Rows]]:
         return [(place, place.rows(grad)) for place in self._rows]
@@ -160,23 +160,18 @@ class Slots:
     def write(
         self, parity: int, index: int, grad: Any, weight: float, before: Record | None
     ) -> None:
-        """Store a gradient in this rank's buffer, or add it to the sum there.
+        """Store what `prepare` returned in this rank's buffer, or add it to the sum.
 
-        Args:
-            parity: Of the round; unused.
-            index: The buffer.
-            grad: What `prepare` returned.
-            weight: Of the gradient.
-            before: What the buffer has of this round; None if nothing.
+        ``before`` is what the buffer has of the round; None if nothing.
         """
-        place = self._view(index, grad.size).reshape(grad.shape)
+        target = self._view(index, grad.size).reshape(grad.shape)
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):
             if before is None:
-                device.copyto(place, grad)
+                device.copyto(target, grad)
             else:
                 factors = before.factor, weight
-                self._add(place.reshape(-1), device.to_host(grad).reshape(-1), factors)
+                self._add(target.reshape(-1), device.to_host(grad).reshape(-1), factors)
 
     def _add(self, sums: Array, grad: Array, factors: tuple[float, float]) -> None:
         for place, rows in self._rows_of(grad):
@@ -193,17 +188,8 @@ class Slots:
     ) -> None:
         """Set a vector to the weighted sum of a round's gradients, over ``divisor``.
 
-        On one node every gradient is read once, from its slot, and the result is
-        written once.
-
-        Args:
-            closed: The round.
-            divisor: More than 0.
-            out: The vector.
-            deadline: Of the call. Other nodes have a minute, also if less is left.
-
-        Raises:
-            WaitTimeoutError: If other nodes do not send their sums in time.
+        On one node every gradient is read once, from its buffer, and the result is
+        written once. Other nodes have a minute, also if less is left.
         """
         if closed.total is not None:
             add_in_order([np.frombuffer(closed.total, self._dtype)], out, divisor)
@@ -243,29 +229,104 @@ class Slots:
         self.parts.keep(self._place(rank, index), contents)
 
 
+@dataclass(frozen=True)
+class RowGradient:
+    """A gradient on its way into an accumulator of rows, in the accumulation dtype."""
+
+    slices: IndexedSlices
+    dtype: np.dtype[Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of a row."""
+        shape: tuple[int, ...] = self.slices.values.shape[1:]
+        return shape
+
+    @functools.cached_property
+    def rows(self) -> Rows:
+        """The rows, of which repeated ones are added.
+
+        Values on a device remain there unless a row is repeated: additions on a device
+        have no fixed order, so the host makes them.
+        """
+        slices = self.slices
+        if not slices.on_device:
+            return rows_of(slices, self.dtype)
+        indices, values = device.to_host(slices.indices), matrix(slices.values)
+        order = np.argsort(indices, kind="stable")
+        ordered = indices[order]
+        if (ordered[1:] == ordered[:-1]).any():
+            return rows_of(slices, self.dtype)
+        if not (order[1:] > order[:-1]).all():
+            values = values[device.cupy().asarray(order)]
+        return Rows(ordered, np.ones(ordered.size), values)
+
+
+class RowBuffers(Buffers):
+    """`Buffers` of gradients that are rows only, of any width up to a maximum."""
+
+    def __init__(self, group: Group, settings: Settings, what: str) -> None:
+        capacity, width = settings.capacity, settings.row_size
+        form = RowFormat(capacity, width, accumulation_dtype(settings.dtype), True)
+        self._what, self._whole = what, RowPlace("rows", 0, form)
+        super().__init__(group, settings, what, self._whole.end)
+        # Nobody adds them element by element.
+        self.parts.sends_short = False
+
+    def _of_width(self, width: int) -> RowPlace:
+        """Return the place of rows of so many elements."""
+        return self._whole._replace(form=self._whole.form._replace(width=width))
+
+    def _rows_of(self, grad: RowGradient) -> list[tuple[RowPlace, Rows]]:
+        return [(self._whole, grad.rows)]
+
+    def _label(self, place: RowPlace) -> str:
+        return self._what
+
+    def prepare(self, grad: RowGradient, weight: float) -> RowGradient:
+        """Return the argument for `write`."""
+        if grad.slices.on_device:
+            self.pin()
+        return grad
+
+    @traced("copy")
+    def write(
+        self,
+        parity: int,
+        index: int,
+        grad: RowGradient,
+        weight: float,
+        before: Record | None,
+    ) -> None:
+        """Store a gradient in this rank's buffer, or add it; see `Buffers.write`."""
+        rows, buffer = grad.rows, self.buffer(index)
+        place = self._of_width(rows.values.shape[1])
+        if before is not None:
+            here = rows._replace(values=device.to_host(rows.values))
+            had = weighted(place.rows(buffer), before.factor)
+            rows = merged([had, weighted(here, weight)])
+        place.write(buffer, rows, device.copyto)
+
+    def total_rows(self, closed: Closed, width: int, deadline: Deadline) -> Rows:
+        """Return the sum of a round's gradients; that of one may lie in its buffer."""
+        return merged(self.batch(closed, 1).rows(self._of_width(width), deadline))
+
+
 class Sums:
     """Two sums on the root, to which MPI_Accumulate adds in the order of arrival.
 
     Between nodes they are on the first rank of its node. They take the memory of two
-    gradients there and none on other ranks, for any number of ranks. The arguments and
-    attributes are those of `Slots`.
+    gradients there and none on other ranks, for any number of ranks. The methods are
+    those of `Buffers`.
     """
 
-    name, sends, apart = "sum", True, False
-
-    def __init__(
-        self,
-        group: Group,
-        root: int,
-        capacity: int,
-        dtype: np.dtype[Any],
-        what: str,
-    ) -> None:
-        self._capacity, self._dtype = capacity, dtype
-        self._stride = _aligned(capacity * dtype.itemsize)
+    def __init__(self, group: Group, settings: Settings, what: str) -> None:
+        self._capacity = settings.capacity
+        self._dtype = accumulation_dtype(settings.dtype)
+        self._stride = _aligned(self._capacity * self._dtype.itemsize)
         # Where the agent of the root's node reaches them.
-        leader = group.nodes[group.node_of[root]][0]
-        holder = root if group.single_node else leader
+        leader = group.nodes[group.node_of[settings.host]][0]
+        holder = settings.host if group.single_node else leader
         self._region = Region(group, holder, 2 * self._stride)
         self._threads = group.own_cores
         self._staging: dict[int, Array] = {}
@@ -281,18 +342,23 @@ class Sums:
             self._staging[index] = np.zeros(self._capacity, self._dtype)
         return self._staging[index]
 
-    def prepare(self, grad: Array, weight: float) -> Array:
-        """Return the argument for `write`: a vector, times its weight, for MPI."""
-        dtype = self._dtype
+    def prepare(self, grad: Any, weight: float) -> Any:
+        """Return the argument for `write`: what MPI adds, if it is in CPU memory."""
+        # A stale gradient is not copied from a device.
+        return grad if device.is_device(grad) else self._weighted(grad, weight)
+
+    def _weighted(self, grad: Array, weight: float) -> Array:
         with np.errstate(all="ignore"):
-            vector = np.ascontiguousarray(device.to_host(grad), dtype).reshape(-1)
-            return vector if weight == 1 else vector * dtype.type(weight)
+            vector = np.ascontiguousarray(grad, self._dtype).reshape(-1)
+            return vector if weight == 1 else vector * self._dtype.type(weight)
 
     @traced("copy")
     def write(
-        self, parity: int, index: int, grad: Array, weight: float, before: Record | None
+        self, parity: int, index: int, grad: Any, weight: float, before: Record | None
     ) -> None:
-        """Add a gradient to the sum of a parity; see `Slots.write`."""
+        """Add a gradient to the sum of a parity; see `Buffers.write`."""
+        if device.is_device(grad):
+            grad = self._weighted(device.to_host(grad), weight)
         self._region.accumulate(parity * self._stride, grad)
 
     def total(
@@ -330,7 +396,10 @@ class Sums:
     def keep(self, rank: int, index: int, contents: bytes) -> None:
         """Do nothing: as `short`."""
 
-    def is_lost(self, rank: int, record: Record, copies: bool) -> bool:
+    def check_room(self, index: int, grad: Any, joins: Callable[[], bool]) -> None:
+        """Do nothing: gradients have no rows."""
+
+    def is_lost(self, rank: int) -> bool:
         """Return False: all gradients are on the root."""
         return False
 
@@ -349,7 +418,13 @@ class Sums:
         self._region.free()
 
 
-Storage = Slots | Sums
+Storage = Buffers | Sums
+
+
+def make_storage(group: Group, settings: Settings, what: str) -> Storage:
+    """Return a new storage. Collective."""
+    kinds: dict[str, type[Storage]] = {SLOTS: Buffers, ROWS: RowBuffers, SUM: Sums}
+    return kinds[settings.storage](group, settings, what)
 
 
 def _aligned(nbytes: int) -> int:

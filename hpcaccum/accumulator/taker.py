@@ -11,10 +11,10 @@ import functools
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from hpcaccum.accumulator.declared_shape import size_of
 from hpcaccum.accumulator.one_thread import OneThread
 from hpcaccum.accumulator.protocol import MEMBERS, STATE
-from hpcaccum.accumulator.state import Closed
+from hpcaccum.accumulator.settings import size_of
+from hpcaccum.accumulator.state import Closed, State
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError, format_ranks
 from hpcaccum.nodes import LostNodeError
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hpcaccum.accumulator.protocol import AdmissionProtocol
-    from hpcaccum.accumulator.state import State
     from hpcaccum.accumulator.storage import Storage
     from hpcaccum.nodes import Calls
 
@@ -59,14 +58,8 @@ Waits = Generator[Wait, Any, T]
 class Taker:
     """The takes of an accumulator.
 
-    Args:
-        protocol: Admits gradients; see there how a take that waits or fails behaves.
-        storage: Where the gradients are.
-        rank: This rank.
-        what: Name for messages.
-
     Attributes:
-        inside: Threads of one rank share its place in the line.
+        inside: Lets one thread of a rank take at a time.
         calls: Those of the agent of the host's node; None if there is one node.
     """
 
@@ -87,14 +80,8 @@ class Taker:
     ) -> T:
         """Do as `hold_round`, and return the reduction of its gradients, at least one.
 
-        Args:
-            required: See `hold_round`.
-            at_least: Likewise.
-            deadline: Likewise.
-            reduce: Called with the round; again, with what is left, if a node is lost.
-
-        Raises:
-            Exception: What ``reduce`` raises.
+        ``reduce`` is called with the round; again, with what is left, if a node is
+        lost.
         """
         while True:
             # If a node with gradients of the round is lost, the others are taken.
@@ -113,17 +100,12 @@ class Taker:
         at_least: int | None = None,
         empty: bool = False,
     ) -> Iterator[Closed]:
-        """Close a round of ``required`` gradients or more, and keep it for a block.
+        """Close a round of ``required`` gradients or more, and hold it for a block.
 
         For ranks of the host's node. If the block raises, or the admitted writers do
         not finish in time, the round stays on record and the next take resumes it.
-
-        Args:
-            required: Gradients to wait for.
-            deadline: Of the call.
-            at_least: Gradients that suffice when the limit passes; None: ``required``.
-            empty: Whether a round is kept of which all gradients were lost. If not,
-                another round is closed at its step.
+        ``at_least`` gradients suffice when the limit passes. A round of which all
+        gradients were lost is held if ``empty``; else another is closed at its step.
 
         Raises:
             WaitTimeoutError: Names what is missing.
@@ -132,17 +114,14 @@ class Taker:
         with self.inside.hold("take_grad", deadline):
             try:
                 waits = self.close(required, at_least, empty=empty)
-                closing, closed = self._take_round(waits, deadline)
+                closed = self._take_round(waits, deadline)
                 yield closed
-                self.complete(self._rank, closing, closed)
+                self.complete(self._rank, closed)
             finally:
                 self._lock.leave(self._rank)
 
     @traced("take")
-    def _take_round(
-        self, waits: Waits[tuple[State, Closed]], deadline: Deadline
-    ) -> tuple[State, Closed]:
-        """Return a round as it was when it closed, and what has arrived of it."""
+    def _take_round(self, waits: Waits[Closed], deadline: Deadline) -> Closed:
         self._run(self.turn(self._rank), deadline)
         return self._run(waits, deadline)
 
@@ -183,57 +162,49 @@ class Taker:
             )
 
     def close(
-        self,
-        required: int,
-        at_least: int | None,
-        *,
-        empty: bool = False,
-        copies: bool = True,
-    ) -> Waits[tuple[State, Closed]]:
-        """Close a round; return it as it was then, and what has arrived of it.
-
-        Its rank has its turn, and can reach the copies of gradients if ``copies``.
-        """
+        self, required: int, at_least: int | None, *, empty: bool = False
+    ) -> Waits[Closed]:
+        """Close a round for a rank that has its turn; return what has arrived of it."""
         seconds = 0.0 if at_least is None else _WRITING
         while True:
             closing = self._resume() or (yield from self._close(required, at_least))
-            closed = yield from self._await_writers(closing, copies, seconds)
+            closed = yield from self._await_writers(closing, seconds)
             if closed.count or empty:
-                return closing, closed
-            self._end(closing, closed)
-            self._step_back(closing)
+                return closed
+            self._end(closed)
+            self._step_back(closed)
             self._clear(closed)
 
-    def complete(self, rank: int, closing: State, closed: Closed) -> None:
+    def complete(self, rank: int, closed: Closed) -> None:
         """Make room for the next round, when one is reduced; its rank has its turn."""
         # Another take may have completed this one.
         self._protocol.membership.check_counts(rank)
-        self._end(closing, closed)
+        self._end(closed)
         self._clear(closed)
 
-    def _end(self, closing: State, closed: Closed) -> None:
+    def _end(self, closed: Closed) -> None:
         """Record that no other take reduces a round."""
-        self._protocol.put_closing(closing, reduced=True)
-        self._protocol.add_lost(closing.number - closed.count)
+        step, parity, number = closed.step, closed.parity, closed.number
+        self._protocol.put_closing(State(step, 0, parity, 1, number))
+        self._protocol.add_lost(number - closed.count)
 
     # Closing
 
     def _resume(self) -> State | None:
         """Return the round that an earlier take has closed and not reduced, if any."""
-        closing = self._protocol.closing()
-        if closing is None or not self._is_closed(closing):
+        if (closing := self._protocol.closing()) is None:
             return None
+        state, parity = self._protocol.state(), closing.parity
+        if state.parity == parity:
+            # It is still open, unless it is closed before its request is withdrawn.
+            if not state.waiting:
+                return None
+            if not self._withdraw_request(parity, closing.number):
+                return None
         if closing.waiting:
             self._clear(self._found(closing))
             return None
         return closing
-
-    def _is_closed(self, closing: State) -> bool:
-        """Return whether a take has closed its round; withdraw its request if not."""
-        state = self._protocol.state()
-        if state.parity == closing.parity and state.waiting:
-            return self._withdraw_request(closing.parity, closing.number)
-        return state.parity != closing.parity
 
     def _close(self, required: int, at_least: int | None) -> Waits[State]:
         """Return a closed round, as it was when it closed."""
@@ -261,10 +232,9 @@ class Taker:
                 required = at_least
 
     def _request(self, state: State, wanted: int, changes: int) -> Waits[bool]:
-        """Have writers close the round at ``wanted`` gradients; wait until they do.
+        """Have writers close the round at ``wanted`` gradients; return if they did.
 
-        Returns:
-            False if the round changed before the request, or a rank left meanwhile.
+        The round may have changed before the request, or a rank may leave meanwhile.
         """
         self._protocol.announce(wanted)
         request = state._replace(waiting=1, number=wanted - state.number)
@@ -295,23 +265,21 @@ class Taker:
             seen[:] = words
             if protocol.packing.unpack(words[STATE]).parity != parity:
                 return True
-            if protocol.membership.all_left(words[MEMBERS]):
-                self._check_nonempty(parity, wanted)
+            members = protocol.membership
+            if members.all_left(words[MEMBERS]):
+                # Only a STATE that is read after that has all of their gradients.
+                now = protocol.state()
+                if now.parity == parity and now.number == wanted:
+                    raise EverybodyLeftError(
+                        f"{self._what}: all {members.workers} ranks have left and the "
+                        f"round has no gradient"
+                    )
             return False if words[MEMBERS] != changes else None
 
         def missing() -> str:
             return protocol.missing(wanted)
 
         return Wait(closed, missing, protocol.changed(parity, changes))
-
-    def _check_nonempty(self, parity: int, wanted: int) -> None:
-        # Only a STATE that is read after all have left has all of their gradients.
-        now = self._protocol.state()
-        if now.parity == parity and now.number == wanted:
-            raise EverybodyLeftError(
-                f"{self._what}: all {self._protocol.membership.workers} ranks have "
-                f"left and the round has no gradient"
-            )
 
     def _withdraw_request(self, parity: int, wanted: int) -> bool:
         """Stop waiting; return True if the round was closed nevertheless."""
@@ -324,19 +292,17 @@ class Taker:
 
     # Completing
 
-    def _await_writers(
-        self, closing: State, copies: bool, seconds: float
-    ) -> Waits[Closed]:
+    def _await_writers(self, closing: State, seconds: float) -> Waits[Closed]:
         """Return the round once all that were admitted have written, or are lost."""
 
         def complete() -> Closed | None:
-            found = self._found(closing, copies)
+            found = self._found(closing)
             if found.count == closing.number:
                 return found
             # In this order: what has arrived is final when no intent is open.
             if self._protocol.open_intents(closing.parity):
                 return None
-            return self._found(closing, copies)
+            return self._found(closing)
 
         found = complete()
         if found is None:
@@ -346,26 +312,22 @@ class Taker:
         assert found is not None
         return found
 
-    def _found(self, closing: State, copies: bool = True) -> Closed:
-        """Return what of a round has arrived, and can be reached.
-
-        Without sums that are none.
-        """
+    def _found(self, closing: State) -> Closed:
+        """Return what of a round has arrived, without what lies on lost nodes."""
         records = self._protocol.read_records(closing.parity)
         adding = any(record.adding for record in records.values())
-        if adding and not self._storage.apart:
+        if adding and not self._protocol.apart:
             # Part of a gradient is in the sum of all.
             records = {}
         full = {
             rank: record
             for rank, record in records.items()
-            if record.number
-            and not record.adding
-            and not self._storage.is_lost(rank, record, copies)
+            if record.number and not record.adding and not self._storage.is_lost(rank)
         }
         count = sum(record.number for record in full.values())
         shape = max((record.shape for record in full.values()), default=0)
-        return Closed(closing.step, closing.parity, count, shape, full)
+        step, _, parity, _, number = closing
+        return Closed(step, parity, number, count, shape, full)
 
     def _clear(self, closed: Closed) -> None:
         """Make room for the next round of this parity."""
@@ -377,8 +339,8 @@ class Taker:
         self._protocol.clear_records(closed.parity)
         self._protocol.end_closing()
 
-    def _step_back(self, closing: State) -> None:
+    def _step_back(self, closed: Closed) -> None:
         """Undo the step of a round without gradients, unless it was set since."""
-        while (state := self._protocol.state()).step == closing.step + 1:
-            if self._protocol.swap(state, state._replace(step=closing.step)):
+        while (state := self._protocol.state()).step == closed.step + 1:
+            if self._protocol.swap(state, state._replace(step=closed.step)):
                 return

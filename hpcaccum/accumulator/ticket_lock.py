@@ -1,8 +1,8 @@
-"""A lock that ranks hold first come, first served; a rank can give up its place.
+"""A lock that ranks hold first come, first served; a rank can give up.
 
 Lamport's bakery: a rank draws a ticket and waits until no other has a lower one. The
-place of a rank in the line is a word that only this rank writes. So giving up is one
-store, a rank that keeps others waiting can be named, and one that is lost is passed.
+ticket of a rank is a word that only this rank writes. So giving up is one store, a rank
+that keeps others waiting can be named, and one that is lost is passed.
 
 Source: L. Lamport, A New Solution of Dijkstra's Concurrent Programming Problem, 1974.
 """
@@ -22,11 +22,7 @@ _ABSENT, _DRAWING = 0, -1
 class TicketLock:
     """A lock among ranks, with one line before it; on the node of the words only.
 
-    Args:
-        words: The words.
-        base: Index of the first of ``TicketLock.words(size)`` words.
-        size: The number of ranks.
-        dead: Returns the ranks whose places do not count.
+    ``dead`` returns the ranks that have no position in the line any more.
     """
 
     def __init__(
@@ -37,7 +33,7 @@ class TicketLock:
         dead: Callable[[], list[int]],
     ) -> None:
         self._words, self._size = words, size
-        self._ticket, self._places = base, base + 1
+        self._last, self._tickets = base, base + 1
         self._dead = dead
 
     @staticmethod
@@ -47,20 +43,20 @@ class TicketLock:
 
     def draw(self, rank: int) -> int:
         """Draw a ticket for a rank, which has its turn when `before` returns nobody."""
-        place = self._places + rank
+        index = self._tickets + rank
         # A rank with a later ticket must not pass before this ticket is published.
-        self._words.write(place, _DRAWING)
-        ticket = self._words.fetch_add(self._ticket, 1) + 1
-        self._words.write(place, ticket)
+        self._words.write(index, _DRAWING)
+        ticket = self._words.fetch_add(self._last, 1) + 1
+        self._words.write(index, ticket)
         return ticket
 
     def before(self, rank: int, ticket: int) -> list[int]:
         """Return the ranks that come before that of a ticket, or may do so."""
-        places = self._words.read_range(self._places, self._size)
+        tickets = self._words.read_range(self._tickets, self._size)
         before = [
             other
-            for other, place in enumerate(places)
-            if other != rank and (place == _DRAWING or _ABSENT < place < ticket)
+            for other, drawn in enumerate(tickets)
+            if other != rank and (drawn == _DRAWING or _ABSENT < drawn < ticket)
         ]
         if before:
             dead = self._dead()
@@ -68,5 +64,5 @@ class TicketLock:
         return before
 
     def leave(self, rank: int) -> None:
-        """Pass the turn of a rank on, or give its place up."""
-        self._words.write(self._places + rank, _ABSENT)
+        """Pass the turn of a rank on, or leave the line."""
+        self._words.write(self._tickets + rank, _ABSENT)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hpcaccum.accumulator.conditional import ConditionalAccumulator
-from hpcaccum.accumulator.settings import check_settings
+from hpcaccum.accumulator.settings import SLOTS, Settings
 from hpcaccum.accumulator.state import Packing
-from hpcaccum.accumulator.storage import Slots
+from hpcaccum.accumulator.storage import Buffers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,16 +26,8 @@ if TYPE_CHECKING:
 class VectorAccumulator(ConditionalAccumulator):
     """Accumulates vectors, if they are not stale; for a parameter server. Collective.
 
-    `batch` takes them. Those with rows have no other take, as their rows cannot be
-    added element by element.
-
-    Args:
-        group: The ranks, all with the same arguments.
-        host: The rank on whose node is the step.
-        size, dtype: Of a vector.
-        workers: How many ranks contribute vectors.
-        rows: The places of rows in a vector, at its end.
-        what: Begins messages.
+    `batch` takes them. Those with rows, which lie at the places ``rows`` at their end,
+    have no other take, as their rows cannot be added element by element.
 
     Attributes:
         most: Maximum number of vectors in one round.
@@ -54,23 +47,14 @@ class VectorAccumulator(ConditionalAccumulator):
         rows: Sequence[RowPlace],
         what: str,
     ) -> None:
-        settings = check_settings(
-            dtype=dtype,
-            shape=(size,),
-            shared_name=None,
-            reduction=None,
-            host=host,
-            capacity=None,
-            storage=Slots.name,
-            workers=workers,
-            size=group.size,
+        settings = Settings(
+            np.dtype(dtype), (size,), "", "MEAN", host, size, SLOTS, workers, 0, rows
         )
-        settings = dataclasses.replace(settings, rows=tuple(rows))
         self._attach(group, what, settings)
 
     @property
-    def _slots(self) -> Slots:
-        assert isinstance(self._storage, Slots)
+    def _slots(self) -> Buffers:
+        assert isinstance(self._storage, Buffers)
         return self._storage
 
     @property

@@ -7,18 +7,34 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcaccum.accumulator.buffers import OTHER_THREAD, RankBuffers
 from hpcaccum.accumulator.one_thread import OneThread
+from hpcaccum.accumulator.protocol import Request
 from hpcaccum.deadline import Deadline, grace
-from hpcaccum.device import is_device
 from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
     from hpcaccum.accumulator.host_calls import HostCalls
-    from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted, Fresh
+    from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted
     from hpcaccum.accumulator.receipts import Receipt
     from hpcaccum.accumulator.storage import Storage
     from hpcaccum.dtypes import Array
     from hpcaccum.nodes import Call
+
+
+class Gradient(NamedTuple):
+    """A gradient on its way.
+
+    Attributes:
+        array: As the user gave it.
+        source: As the storage writes it.
+        local_step: The step at which it was computed.
+        weight: What it counts.
+    """
+
+    array: Any
+    source: Any
+    local_step: int
+    weight: float
 
 
 class Unanswered(NamedTuple):
@@ -28,24 +44,17 @@ class Unanswered(NamedTuple):
         call: Its answer.
         slot: Of the gradient that may be admitted.
         contents: What was sent of a gradient that is in no slot.
-        arrives: Whether the gradient is admitted and in place.
     """
 
     call: Call
     slot: int | None
     contents: bytes | None = None
-    arrives: bool = False
 
 
 class Writer:
     """Has gradients of this rank admitted, and writes them to their round.
 
-    Args:
-        protocol: Admits them.
-        storage: Where they are written.
-        rank: This rank.
-        calls: Those of the agent of the host's node, between nodes.
-        what: Name for messages.
+    By the agent of the host's node, if ``calls`` are those of another node.
     """
 
     def __init__(
@@ -63,8 +72,6 @@ class Writer:
         self._wake_agent = calls.wake if calls is not None else lambda: None
         self._buffers = RankBuffers(protocol, storage)
         self._turn, self._call = OneThread(what), f"{what}: apply_grad"
-        # The last step that an agent has named.
-        self._seen = 0
         self._unanswered: Unanswered | None = None
 
     def submit(self, array: Any, local_step: int, weight: float) -> Receipt:
@@ -78,137 +85,72 @@ class Writer:
             BrokenObjectError: If an exception has ended an earlier call.
             Exception: Anything else: this rank has left the accumulator.
         """
-        source = None
-        if not (self._storage.sends and self._is_stale(array, local_step)):
-            # What may fail comes before the admission.
-            source = self._storage.prepare(array, weight)
-
-        def attempt() -> Receipt | None:
-            with self._turn.hold("apply_grad"):
-                return self._try(array, source, local_step, weight)
-
-        receipt = attempt()
+        # What may fail comes before the admission.
+        source = self._storage.prepare(array, weight)
+        grad = Gradient(array, source, local_step, weight)
+        receipt = self._attempt(grad)
         if receipt is None:
             deadline = Deadline(None, self._call)
-            receipt = deadline.wait(attempt, lambda: OTHER_THREAD)
+            receipt = deadline.wait(lambda: self._attempt(grad), lambda: OTHER_THREAD)
         return receipt
 
-    def _is_stale(self, array: Any, local_step: int) -> bool:
-        """Return whether a gradient need not be prepared, as it will be dropped."""
-        # To ask costs less than a copy from a device, more than one of memory.
-        if self._calls is None or is_device(array):
-            self._seen = self._protocol.state().step
-        return local_step < self._seen
-
-    def _try(
-        self, array: Any, source: Any, local_step: int, weight: float
-    ) -> Receipt | None:
+    def _attempt(self, grad: Gradient) -> Receipt | None:
         """Submit; None if slots of other threads leave no buffer at the moment."""
-        self._protocol.membership.check_present("apply")
-        if self._unanswered:
-            self._settle(Deadline(None, self._call))
-        slot = self._buffers.slot_of(array)
-        try:
-            return self._submit(array, source, local_step, weight, slot)
-        except InvalidArgumentError:
-            # Raised before the gradient was admitted.
-            raise
-        except BaseException as error:
-            if not self._unanswered:
-                self._protocol.membership.lose(error)
-                self._protocol.end_intent(self._rank)
-            elif not isinstance(error, WaitTimeoutError):
-                # Others may wait for this gradient.
-                with contextlib.suppress(WaitTimeoutError):
-                    self._settle(grace(self._call))
-            raise
+        with self._turn.hold("apply_grad"):
+            self._protocol.membership.check_present("apply")
+            if self._unanswered:
+                self._settle(Deadline(None, self._call))
+            slot = self._buffers.slot_of(grad.array)
+            try:
+                return self._submit(grad, slot)
+            except InvalidArgumentError:
+                # Raised before the gradient was admitted.
+                raise
+            except BaseException as error:
+                if not self._unanswered:
+                    self._protocol.membership.lose(error)
+                    self._protocol.end_intent(self._rank)
+                elif not isinstance(error, WaitTimeoutError):
+                    # Others may wait for this gradient.
+                    with contextlib.suppress(WaitTimeoutError):
+                        self._settle(grace(self._call))
+                raise
 
-    def _possible(self, array: Any, slot: int | None) -> tuple[bool, int | None]:
-        """Return whether a gradient has a buffer, and if only for one parity, which."""
-        if not self._buffers.has_room(slot):
-            only = self._buffers.joined()
-            return only is not None, only
-        overflow = self._buffers.overflow(array)
-        return True, 1 - overflow[0] if overflow else None
-
-    def _submit(
-        self,
-        array: Any,
-        source: Any,
-        local_step: int,
-        weight: float,
-        slot: int | None,
-    ) -> Receipt | None:
-        """Do as `_try`.
-
-        Raises:
-            InvalidArgumentError: Also if its rows have no room in the open round.
-        """
+    def _submit(self, grad: Gradient, slot: int | None) -> Receipt | None:
         self._wake_agent()
-        possible, only = self._possible(array, slot)
-        if not possible:
-            return None
-        admitted = self._admit(array, source, local_step, weight, slot, only)
+        self._buffers.check_room(grad.array, grad.local_step)
+        admitted = self._admit(grad, slot)
         if admitted.accepted is None:
-            if overflow := self._buffers.overflow(array):
-                raise overflow[1]
             return None
-        self._seen = admitted.step
-        if not admitted.accepted:
-            return admitted.receipt()
-        parity, record = admitted.parity, admitted.record
-        assert record is not None
-        if not admitted.complete:
-            if source is None:
-                # It seemed stale, but the step was lowered since.
-                source = self._storage.prepare(array, weight)
-            before = admitted.before
-            if before is None and record.buffer != slot:
-                self._buffers.take_back(record.buffer)
-            self._storage.write(parity, record.buffer, source, weight, before)
-        self._buffers.settle(admitted, slot)
-        if not admitted.complete:
-            self._arrive(admitted)
+        if record := admitted.record:
+            if not admitted.complete:
+                parity, before = admitted.parity, admitted.before
+                source, weight = grad.source, grad.weight
+                self._storage.write(parity, record.buffer, source, weight, before)
+            self._buffers.note_admitted(admitted, slot)
+            # The agent has published one that is complete.
+            if self._calls is None or not admitted.complete:
+                self._arrive(admitted)
         return admitted.receipt()
 
     @traced("admission", lambda _, admitted: admitted.receipt().shown())
-    def _admit(
-        self,
-        array: Any,
-        source: Any,
-        local_step: int,
-        weight: float,
-        slot: int | None,
-        only: int | None,
-    ) -> Admitted:
+    def _admit(self, grad: Gradient, slot: int | None) -> Admitted:
         """Have a gradient admitted, or dropped."""
-        offer, buffers = self._protocol.shapes.offer, self._buffers
-        placed, sent = slot if buffers.is_in(array, slot) else None, None
-        if self._calls is not None:
-            offered = offer(array)
-            if placed is None and not offered.misfit:
-                sent = self._storage.short_of(source)
-
-        def fresh(parity: int) -> Fresh | None:
-            """Return the first buffer in a round, and whether the gradient is there."""
-            if placed is not None:
-                return placed, True
-            free = buffers.free_for(slot, parity)
-            # The copy of the agent counts.
-            return (free[0], sent is not None) if free else None
-
+        array, _, step, weight = grad
+        buffers, offer = self._buffers, self._protocol.shapes.offer
+        in_place = buffers.is_in(array, slot)
+        fresh = (slot, slot) if in_place else buffers.fresh(slot)
         if self._calls is None:
-            return self._protocol.admit(
-                self._rank,
-                local_step,
-                lambda: offer(array),
-                fresh,
-                weight=weight,
-                only=only,
-            )
-        contents = sent if placed is None else self._storage.short(placed)
-        places = fresh(0), fresh(1)
-        call = self._calls.admit(local_step, offered, places, weight, only, contents)
+            request = Request(step, weight, fresh, in_place)
+            return self._protocol.admit(self._rank, request, lambda: offer(array))
+        offered, sent = offer(array), None
+        if not (in_place or offered.misfit):
+            sent = self._storage.short_of(grad.source)
+        contents = sent if slot is None or not in_place else self._storage.short(slot)
+        # The copy of the agent counts.
+        arrived = in_place or sent is not None
+        request = Request(step, weight, fresh, arrived, offered, contents)
+        call = self._calls.admit(request)
         admitted: Admitted = self._answer(Unanswered(call, slot, sent))
         self._put(admitted, sent)
         return admitted
@@ -217,7 +159,6 @@ class Writer:
         """Store a gradient of which the agent has a copy; others may be added."""
         if sent is not None and admitted.complete:
             assert admitted.record is not None
-            self._buffers.take_back(admitted.record.buffer)
             self._storage.put(admitted.record.buffer, sent)
 
     def _arrive(self, admitted: Admitted) -> None:
@@ -225,7 +166,7 @@ class Writer:
         if self._calls is None:
             self._protocol.arrive(self._rank, admitted)
         else:
-            self._answer(Unanswered(self._calls.arrive(admitted), None, arrives=True))
+            self._answer(Unanswered(self._calls.arrive(admitted), None))
 
     def _answer(self, unanswered: Unanswered, deadline: Deadline | None = None) -> Any:
         """Wait for an answer of the agent of the host's node."""
@@ -240,16 +181,17 @@ class Writer:
         """Wait for the answer to a gradient whose call has ended before."""
         assert self._calls is not None
         assert self._unanswered is not None
-        _, slot, sent, arrives = self._unanswered
+        _, slot, sent = self._unanswered
         try:
             admitted = self._answer(self._unanswered, deadline)
         except InvalidArgumentError:
             return
-        if arrives or not admitted.accepted:
+        # True is the answer to one that was in place.
+        if admitted is True or not admitted.accepted:
             return
         if admitted.complete:
             self._put(admitted, sent)
-            self._buffers.settle(admitted, slot)
+            self._buffers.note_admitted(admitted, slot)
         else:
             # The caller may have changed the gradient since: it is left out.
             self._calls.abandon(admitted).result(deadline)

@@ -252,7 +252,7 @@ class ArraysOnDevice(DeviceCase):
         self._contest(
             "add",
             3 * share,
-            lambda: table.accumulate(flat, arrays),
+            lambda: table.addition(flat, arrays)(),
             cupy_add,
             check_added,
         )

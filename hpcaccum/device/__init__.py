@@ -2,7 +2,7 @@
 
 `arrays` is the only module that imports CuPy, when a device is first used. `kernels`
 compiles and launches the sources in ``kernels/``. `tables` has what a launch over many
-arrays reads, `known` what is known of arrays that come again. `PointerTable` launches
+arrays reads, and what is known of arrays that come again. `PointerTable` launches
 kernels that move named arrays. `Transfer` copies named arrays between device and CPU
 memory. `NcclSum` sums device memory over processes.
 
@@ -32,7 +32,6 @@ from hpcaccum.device.arrays import (
     to_host,
     use_device,
 )
-from hpcaccum.device.known import Entry, Known
 from hpcaccum.device.multi_tensor import (
     PointerTable,
     Table,
@@ -40,6 +39,7 @@ from hpcaccum.device.multi_tensor import (
     largest,
 )
 from hpcaccum.device.nccl import NcclSum, card, unique_id
+from hpcaccum.device.tables import Entry, Known
 from hpcaccum.device.transfer import Transfer
 
 __all__ = [

@@ -107,13 +107,9 @@ def of_dtype(stem: str, dtype: np.dtype[Any]) -> Any:
 def prepare(
     stem: str, dtype: np.dtype[Any], number: int, *arguments: Any
 ) -> Callable[[], object]:
-    """Prepare the launch of a kernel; return what queues it on the current stream.
+    """Prepare the launch of a number of blocks; return what queues it.
 
-    Args:
-        stem: Its name without the suffix of the dtype.
-        dtype: Selects the kernel.
-        number: Of blocks.
-        arguments: Those of the kernel.
+    It is queued on the current stream. See `of_dtype` for the name of the kernel.
     """
     return functools.partial(of_dtype(stem, dtype), (number,), (THREADS,), arguments)
 

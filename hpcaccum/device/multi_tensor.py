@@ -13,8 +13,15 @@ import numpy as np
 
 from hpcaccum.device import kernels
 from hpcaccum.device.arrays import check_array, cupy, is_device
-from hpcaccum.device.known import Known
-from hpcaccum.device.tables import KINDS, RECENT, Chunks, RecentTables, chunked, upload
+from hpcaccum.device.tables import (
+    KINDS,
+    RECENT,
+    Chunks,
+    Known,
+    RecentTables,
+    chunked,
+    upload,
+)
 from hpcaccum.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -47,7 +54,7 @@ class PointerTable:
     the current device, of the layout's shapes.
 
     Args:
-        layout: The places of the arrays in the flat buffer, which may be of any dtype.
+        layout: Of the arrays in the flat buffer, which may be of any dtype.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -56,10 +63,10 @@ class PointerTable:
         most = RECENT + 2 * len(layout)
         chunks = RecentTables(lambda names: chunked([sizes[n] for n in names]), most)
 
-        def make(names: tuple[str, ...], places: tuple[tuple[int, int], ...]) -> Table:
+        def make(names: tuple[str, ...], found: tuple[tuple[int, int], ...]) -> Table:
             rows = [
                 (address, layout.offsets[name], sizes[name], kind)
-                for name, (address, kind) in zip(names, places, strict=True)
+                for name, (address, kind) in zip(names, found, strict=True)
             ]
             # A launch needs a block, so no arrays are one empty array.
             return Table(upload(rows or [(0, 0, 0, 0)]), chunks(names))
@@ -75,20 +82,13 @@ class PointerTable:
 
     def table(self, arrays: Mapping[str, Any]) -> Table:
         """Return the table for all or some of the layout's arrays."""
-        places = tuple(
-            [(array.data.ptr, KINDS[array.dtype]) for array in arrays.values()]
-        )
-        return self._tables(tuple(arrays), places)
+        found = [(array.data.ptr, KINDS[array.dtype]) for array in arrays.values()]
+        return self._tables(tuple(arrays), tuple(found))
 
     def checked(
         self, what: str, arrays: Mapping[str, Any], dtypes: tuple[np.dtype[Any], ...]
     ) -> Table:
         """Return the table for arrays that the caller has not checked.
-
-        Args:
-            what: Begins messages.
-            arrays: All or some of the layout's.
-            dtypes: Those that are allowed.
 
         Raises:
             InvalidArgumentError: As `check_device_array`.
@@ -101,28 +101,22 @@ class PointerTable:
             check_device_array(f"{what} {name!r}", array, self._shapes[name], dtypes)
         return found.keep(self.table(arrays))
 
-    def pack(self, flat: Any, arrays: Mapping[str, Any], scale: float = 1.0) -> None:
-        """Copy arrays to the flat buffer, times ``scale``, converted to its dtype."""
-        self._launch("pack", flat, arrays, np.float32(scale))()
+    def pack(self, flat: Any, arrays: Mapping[str, Any]) -> None:
+        """Copy arrays to the flat buffer, converted to its dtype."""
+        self._launch("pack", flat, arrays)()
 
-    def unpack(self, flat: Any, arrays: Mapping[str, Any], scale: float = 1.0) -> None:
-        """Copy the flat buffer to arrays, times ``scale``, converted to their dtypes.
+    def unpack(self, flat: Any, arrays: Mapping[str, Any]) -> None:
+        """Copy the flat buffer to arrays, converted to their dtypes.
 
         Values that are too large for a dtype become infinite.
         """
-        self.unpacking(flat, arrays, scale)()
+        self.unpacking(flat, arrays)()
 
     def unpacking(
-        self, flat: Any, arrays: Mapping[str, Any] | Table, scale: float = 1.0
+        self, flat: Any, arrays: Mapping[str, Any] | Table
     ) -> Callable[[], object]:
-        """Prepare an `unpack`; return what queues it.
-
-        Args:
-            flat: The buffer.
-            arrays: The arrays, or their table.
-            scale: A factor.
-        """
-        return self._launch("unpack", flat, arrays, np.float32(scale))
+        """Prepare an `unpack` to arrays, or those of a table; return what queues it."""
+        return self._launch("unpack", flat, arrays)
 
     def compile(self, packed: np.dtype[Any], unpacked: np.dtype[Any]) -> None:
         """Compile the kernels that pack into one dtype and unpack from another.
@@ -133,12 +127,6 @@ class PointerTable:
         kernels.of_dtype("pack", packed)
         kernels.of_dtype("unpack", unpacked)
 
-    def accumulate(
-        self, flat: Any, arrays: Mapping[str, Any], scale: float = 1.0
-    ) -> None:
-        """Add arrays, times ``scale``, to the flat buffer of float32 or float64."""
-        self.addition(flat, arrays, scale)()
-
     def addition(
         self,
         flat: Any,
@@ -147,13 +135,9 @@ class PointerTable:
         *,
         first: bool = False,
     ) -> Callable[[], object]:
-        """Prepare an `accumulate`; return what queues it.
+        """Prepare to add arrays, times ``scale``, to the buffer; return what queues it.
 
-        Args:
-            flat: Of float32 or float64.
-            arrays: The addends, or their table.
-            scale: A factor.
-            first: Overwrite the places of the arrays instead of adding to them.
+        The buffer is of float32 or float64. If ``first``, it is overwritten.
         """
         factor = flat.dtype.type(scale)
         return self._launch("multi_accumulate", flat, arrays, factor, np.int32(first))

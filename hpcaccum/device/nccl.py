@@ -58,10 +58,10 @@ class NcclSum:
 
     def __call__(self, vector: Any) -> None:
         """Replace a vector by the sum over all processes, on the current stream."""
-        place, stream = vector.data.ptr, current_stream()
+        address, stream = vector.data.ptr, current_stream()
         kind = self._types[vector.dtype]
         self._comm.allReduce(
-            place, place, vector.size, kind, self._operation, stream.ptr
+            address, address, vector.size, kind, self._operation, stream.ptr
         )
 
     def check(self) -> None:

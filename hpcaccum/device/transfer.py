@@ -50,7 +50,7 @@ class Transfer:
         self._device = current_device()
         self._table = PointerTable(layout)
         self._leaving: Any = module.zeros(layout.size, sent)
-        # A piece may come back only after it has left, so its place is free.
+        # A piece may come back only after it has left, so its memory is free.
         self._coming: Any = self._leaving
         if received != sent:
             self._coming = module.zeros(layout.size, received)
@@ -105,10 +105,10 @@ class Transfer:
 
     def _piece(self, piece: slice) -> tuple[Any, Any]:
         """Return the same piece of both flat buffers."""
-        place = piece.start, piece.stop
-        if place not in self._pieces:
-            self._pieces[place] = self._leaving[piece], self._coming[piece]
-        return self._pieces[place]
+        key = piece.start, piece.stop
+        if key not in self._pieces:
+            self._pieces[key] = self._leaving[piece], self._coming[piece]
+        return self._pieces[key]
 
     def pack(self, arrays: Mapping[str, Any]) -> Any:
         """Copy arrays to the buffer for results, on the device; return the buffer.

@@ -116,8 +116,8 @@ class RowExchange:
 
     def _mark(self, name: str, number: int) -> Array:
         mark = self._marks[name]
-        places = range(len(mark.T) - 1)
-        digits = [number >> _BITS * place & (1 << _BITS) - 1 for place in places]
+        powers = range(len(mark.T) - 1)
+        digits = [number >> _BITS * power & (1 << _BITS) - 1 for power in powers]
         mark[self._group.rank] = [1, *digits]
         return mark
 

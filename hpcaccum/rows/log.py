@@ -21,8 +21,9 @@ _RESERVED, _WRITTEN = 0, 1
 class RowLog:
     """Numbers of rows, one after the other; the last ones can be read. Collective.
 
-    The place of an entry is the number of entries before it. The root appends entries.
-    It waits for no reader: one that is too slow finds that entries were overwritten.
+    The position of an entry is the number of entries before it. The root appends
+    entries. It waits for no reader: one that is too slow finds that entries were
+    overwritten.
 
     Args:
         group: Ranks of one node.
@@ -44,7 +45,7 @@ class RowLog:
 
     @property
     def end(self) -> int:
-        """The place after the last entry; the root only."""
+        """The position after the last entry; the root only."""
         return self._end
 
     def append(self, rows: Array) -> None:

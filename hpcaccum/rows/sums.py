@@ -13,7 +13,7 @@ import numpy as np
 
 from hpcaccum.dtypes import Array
 
-# Elements that are added by one call of NumPy, which needs the place of each.
+# Elements that are added by one call of NumPy, which needs the position of each.
 _CHUNK = 1 << 16
 
 
@@ -75,7 +75,7 @@ def _add(
     """Return different indices and the sums of their rows.
 
     Returns:
-        These two; the order in which the given indices ascend, and the places there
+        These two; the order in which the given indices ascend, and the positions there
         where another one begins.
     """
     # Stable, so that rows of one index are added in the order in which they are given.
@@ -87,15 +87,15 @@ def _add(
     begins = np.flatnonzero(new)
     sums = values[order[begins]].astype(dtype, copy=False)
     if begins.size < indices.size:
-        places = np.cumsum(new)[~new] - 1
-        add_at(sums, places, values[order[~new]])
+        positions = np.cumsum(new)[~new] - 1
+        add_at(sums, positions, values[order[~new]])
     return ascending[begins], sums, order, begins
 
 
-def add_at(sums: Array, places: Array, rows: Array) -> None:
-    """Add rows to those of ``sums`` at ``places``, which may repeat.
+def add_at(sums: Array, positions: Array, rows: Array) -> None:
+    """Add rows to those of ``sums`` at ``positions``, which may repeat.
 
-    Does what ``numpy.add.at(sums, places, rows)`` does, several times as fast.
+    Does what ``numpy.add.at(sums, positions, rows)`` does, several times as fast.
     """
     width = sums.shape[1]
     if not width:
@@ -103,6 +103,6 @@ def add_at(sums: Array, places: Array, rows: Array) -> None:
     flat, columns, step = sums.reshape(-1), np.arange(width), max(1, _CHUNK // width)
     for start in range(0, len(rows), step):
         piece = slice(start, start + step)
-        elements = places[piece, None] * width + columns
+        elements = positions[piece, None] * width + columns
         added = rows[piece].astype(sums.dtype, copy=False)
         np.add.at(flat, elements.reshape(-1), added.reshape(-1))

@@ -8,7 +8,7 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum.device import arrays as device
-from hpcaccum.device.known import Known
+from hpcaccum.device.tables import Known
 from hpcaccum.optimizers import checks
 
 STEP = 7

@@ -83,11 +83,10 @@ def test_accumulate_adds_every_array_at_its_place(kind, gap, shift):
     np.testing.assert_array_equal(total.get(), rounds[0].flat(sums, 5, DTYPES[kind]))
 
 
-def converted(values, dtype, scale):
-    """The one line that the kernels follow; all is float32 unless one is float64."""
-    wide = np.float64 if np.float64 in (values.dtype, dtype) else np.float32
+def converted(values, dtype):
+    """The one line that the kernels follow."""
     with np.errstate(over="ignore"):
-        return (values.astype(wide) * wide(scale)).astype(dtype)
+        return values.astype(dtype)
 
 
 @PLACES
@@ -96,9 +95,9 @@ def test_pack_converts_every_array_to_its_place(kind, gap, shift):
     # float64 only of numbers that float32 has: ml_dtypes rounds others twice.
     arrays = Arrays(KINDS, lambda n, d, k: normal(n, "f4", k).astype(d), gap, shift)
     flat = Watched(np.full(arrays.total, 3, DTYPES[kind]))
-    arrays.launch(f"pack_{kind}", flat, np.float32(0.5))
+    arrays.launch(f"pack_{kind}", flat)
 
-    values = [converted(a.values, DTYPES[kind], 0.5) for a in arrays.arrays]
+    values = [converted(a.values, DTYPES[kind]) for a in arrays.arrays]
     np.testing.assert_array_equal(flat.get(), arrays.flat(values, 3, DTYPES[kind]))
 
 
@@ -107,11 +106,11 @@ def test_pack_converts_every_array_to_its_place(kind, gap, shift):
 def test_unpack_converts_every_place_to_its_array(kind, gap, shift):
     arrays = Arrays(KINDS, lambda n, d, k: np.full(n, 9, d), gap, shift)
     flat = Watched(normal(arrays.total, "f4").astype(DTYPES[kind]))
-    arrays.launch(f"unpack_{kind}", flat, np.float32(0.25))
+    arrays.launch(f"unpack_{kind}", flat)
 
     for each, offset in zip(arrays.arrays, arrays.offsets, strict=True):
         piece = flat.values[offset : offset + each.values.size]
-        expected = converted(piece, each.values.dtype, 0.25)
+        expected = converted(piece, each.values.dtype)
         np.testing.assert_array_equal(each.get(), expected)
 
 
@@ -138,7 +137,7 @@ def test_pack_rounds_float64_once(kind, column):
     array, flat = Watched(values), Watched(np.zeros(len(ROUNDED), DTYPES[kind]))
     table = cupy.asarray(i64([[array.array.data.ptr, 0, values.size, 1]]))
     chunks = cupy.asarray(i64([[0, 0]]))
-    launch(f"pack_{kind}", flat, table, chunks, i64(64), np.float32(1), blocks=1)
+    launch(f"pack_{kind}", flat, table, chunks, i64(64), blocks=1)
 
     expected = [row[column] for row in ROUNDED]
     np.testing.assert_array_equal(flat.get().astype("f8"), expected)
@@ -147,7 +146,7 @@ def test_pack_rounds_float64_once(kind, column):
 def test_a_chunk_of_an_empty_array_does_nothing():
     flat = Watched(np.zeros(4, "f4"))
     table, chunks = cupy.asarray(i64([[0, 0, 0, 0]])), cupy.asarray(i64([[0, 0]]))
-    launch("pack_f32", flat, table, chunks, i64(64), np.float32(1), blocks=1)
+    launch("pack_f32", flat, table, chunks, i64(64), blocks=1)
 
     assert not flat.get().any()
 

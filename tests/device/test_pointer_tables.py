@@ -46,16 +46,16 @@ def test_arrays_of_all_dtypes_are_packed_and_unpacked(dtype):
     table = PointerTable(layout)
     flat = cupy.asarray(np.full(layout.size, 77, dtype))
     host = numbers(SHAPES, DTYPES)
-    table.pack(flat, on_device(host), 0.5)
+    table.pack(flat, on_device(host))
     packed = flat.get()
 
     for name, view in layout.views(packed).items():
-        np.testing.assert_array_equal(view, (0.5 * host[name]).astype(dtype))
+        np.testing.assert_array_equal(view, host[name].astype(dtype))
         view[...] = 77
     # Nothing between the arrays was written.
     assert (packed == 77).all()
     outs = on_device({name: np.full_like(host[name], 55) for name in SHAPES})
-    table.unpack(flat, outs, 2)
+    table.unpack(flat, outs)
     for name, out in outs.items():
         assert out.dtype == host[name].dtype
         np.testing.assert_array_equal(out.get(), host[name])
@@ -66,8 +66,9 @@ def test_arrays_are_accumulated(dtype):
     layout = Layout(SHAPES, dtype)
     table, flat = PointerTable(layout), cupy.zeros(layout.size, dtype)
     host = numbers(SHAPES, DTYPES)
+    arrays = on_device(host)
     for scale in 1, 0.25:
-        table.accumulate(flat, on_device(host), scale)
+        table.addition(flat, arrays, scale)()
 
     for name, view in layout.views(flat.get()).items():
         np.testing.assert_array_equal(view, 1.25 * host[name].astype(dtype))
@@ -90,7 +91,7 @@ def test_some_of_the_arrays_in_any_order():
 def test_no_arrays_at_all():
     table = PointerTable(Layout({}, np.float32))
     table.pack(cupy.zeros(0, np.float32), {})
-    table.accumulate(cupy.zeros(0, np.float32), {})
+    table.addition(cupy.zeros(0, np.float32), {})()
 
     assert table.table({}).chunks.blocks == 1
 

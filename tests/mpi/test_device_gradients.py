@@ -77,9 +77,10 @@ def test_what_is_taken_may_go_to_the_device(cp, make, rank, size):
 
 
 def test_a_stale_gradient_is_not_even_copied(cp, make, rank, monkeypatch):
-    acc = make()
+    # A shorter one may be part of the request to admit it.
+    acc = make(shape=(3 * N,))
     meet(acc.set_global_step(1) if rank == 0 else None)
-    grad = cp.ones(N, np.float32)
+    grad = cp.ones(3 * N, np.float32)
     monkeypatch.setattr(type(grad), "get", None)
     receipt = acc.apply_grad(grad, 0)
 

@@ -159,7 +159,7 @@ ASK_TAKE = [
 ]
 
 
-CLASSES = {"slots": "Slots", "sum": "Sums"}
+CLASSES = {"slots": "Buffers", "sum": "Sums"}
 
 
 @pytest.fixture(params=LEGS)

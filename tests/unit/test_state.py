@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcaccum.accumulator.state import Packing, Record, State
-from hpcaccum.accumulator.word_layout import WordLayout
+from hpcaccum.accumulator.state import Packing, Record, State, WordLayout
 from hpcaccum.mpi import bits
 
 states = st.builds(
