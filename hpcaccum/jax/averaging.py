@@ -227,7 +227,7 @@ class Averager(Freeable):
         arrays, mark = _named_arrays(params), getattr(state, "compared", None)
         # What is no number is an error of the exchange, on all ranks.
         with contextlib.suppress(TypeError, ValueError):
-            weight = jnp.asarray(weight, float)
+            weight = weight if isinstance(weight, bool) else jnp.asarray(weight, float)
         if not isinstance(weight, jax.Array):
             weight = jnp.asarray(jnp.nan)
         leaves = [*leaves, weight, *arrays.values()]

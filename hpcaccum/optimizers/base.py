@@ -195,7 +195,9 @@ class Optimizer(abc.ABC):
             colocate_gradients_with_ops=colocate_gradients_with_ops,
             grad_loss=grad_loss,
         )
-        more: dict[str, Any] = {} if weight == 1 else {"weight": weight}
+        # A local optimizer has no weight, and True is none.
+        usual = type(weight) in (int, float) and weight == 1
+        more: dict[str, Any] = {} if usual else {"weight": weight}
         result = self.apply_gradients(pairs, global_step, name, **more)
         if isinstance(result, Receipt):
             return dataclasses.replace(result, loss=kept.value)

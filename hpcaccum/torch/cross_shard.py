@@ -257,7 +257,8 @@ class CrossShard(Adapter):
         self._averaged, self._skipped = True, skips
 
     def _check_weight(self, weight: float) -> None:
-        if self._averaged and weight != self._used_weight:
+        same = weight == self._used_weight and not isinstance(weight, bool)
+        if self._averaged and not same:
             raise InvalidArgumentError(
                 f"{self._what}: the backward pass has exchanged the gradients with "
                 f"weight {self._used_weight}, not {weight}; call backward() and step() "
