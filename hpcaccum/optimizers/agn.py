@@ -16,7 +16,7 @@ from hpcaccum.optimizers.local_steps import LocalSteps
 from hpcaccum.optimizers.slices import add_slices, apart, copied_rows
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.rows import IndexedSlices, Rows, merged, union_size
-from hpcaccum.server import BoundedStalenessInbox, ServerOptions, gradients_by_name
+from hpcaccum.server import ServerOptions, gradients_by_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.checks import Pairs, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.slices import Gradient
-    from hpcaccum.rows import RowPlace
-    from hpcaccum.server import Inbox, ParameterServer, Servers
+    from hpcaccum.server import ParameterServer, Servers
 
 
 class UnknownVariableError(InvalidArgumentError, KeyError):
@@ -190,21 +189,6 @@ class AGNOptimizer(LocalSteps):
         # The sums of sparse variables.
         self._rows = SummedRows([], self._period)
 
-    def _make_inbox(
-        self, size: int, dtype: np.dtype[Any], rows: Sequence[RowPlace]
-    ) -> Inbox:
-        return BoundedStalenessInbox(
-            self._group,
-            self._root,
-            size,
-            dtype,
-            workers=self._workers,
-            what=self.get_name(),
-        )
-
-    def _bound(self) -> str:
-        return "none is too late"
-
     def initialize(self, var_list: Variables | None = None) -> None:
         """Set the center and all ranks' variables to the host rank's. Collective.
 
@@ -241,9 +225,9 @@ class AGNOptimizer(LocalSteps):
         self._check_registered(variables)
         super()._check_known(variables)
 
-    def _first_variables(self, variables: list[Variable]) -> list[Variable] | None:
+    def _begin_with(self, variables: list[Variable]) -> None:
         self._check_registered(variables)
-        return variables if self._getter is None else None
+        self.initialize(variables if self._getter is None else None)
 
     def _step_locally(self, server: ParameterServer, pairs: Pairs) -> None:
         rows = copied_rows(pairs, self._rows.dtype)

@@ -26,14 +26,14 @@ from hpcaccum.optimizers.shard_reducer import (
     row_formats,
 )
 from hpcaccum.optimizers.slices import exchanged, with_sums
-from hpcaccum.optimizers.snapshot import counts_of, set_values
+from hpcaccum.optimizers.snapshot import set_values
 from hpcaccum.optimizers.start import broadcast, compare, signature, warn_of_wider
 from hpcaccum.optimizers.update_rule import finite
 from hpcaccum.optimizers.wrapper import Wrapper, one_thread
 from hpcaccum.reducer import RAISE, check_schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from mpi4py import MPI as mpi4py_MPI
 
@@ -209,6 +209,11 @@ class CrossShardOptimizer(Wrapper):
             self._check_open()
             self._shard.check_present()
         return self._any_shard()
+
+    def _check_start(self, var_list: Variables | None) -> list[Variable]:
+        if self._shard is not None:
+            self._shard.check_present()
+        return super()._check_start(var_list)
 
     def _agree_on(self, var_list: Variables | None) -> list[Variable]:
         """Return the variables, which are alike on all ranks. Collective."""
@@ -442,25 +447,13 @@ class CrossShardOptimizer(Wrapper):
             TypeError, InvalidArgumentError, DisagreementError: On every rank, if the
                 snapshot does not fit, or variables differ.
         """
-        self._check_open()
         what, first = self._call("restore"), self._group.rank == 0
-
-        def check() -> tuple[list[Variable], Mapping[str, Any]]:
-            wanted = self._variables if var_list is None else listed(var_list)
-            variables = self._check_start(wanted)
-            if self._shard is not None:
-                self._shard.check_present()
-                self._check_known(variables)
-            if not first:
-                return variables, {}
-            self._kept_state(variables).check(snapshot)
-            return variables, counts_of(snapshot)
-
-        variables, counts = self._group.agree(
-            what,
-            check,
-            lambda checked: {
-                "variables": signature(checked[0]),
+        variables, counts = self._agree_on_snapshot(
+            snapshot,
+            var_list,
+            first,
+            lambda variables: {
+                "variables": signature(variables),
                 "number of broadcasts": self._group.broadcasts,
             },
         )
@@ -472,7 +465,7 @@ class CrossShardOptimizer(Wrapper):
         self._share_state(variables, snapshot, what)
         shard = self._any_shard()
         shard.renew(what)
-        shard.begin(**self._group.allgather(counts, what)[0])
+        shard.begin(**counts[0])
         self._begin_at(shard.step)
 
     def _share_state(self, variables: list[Variable], snapshot: Any, what: str) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcaccum import metrics
-from hpcaccum.device import all_on_device
-from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.device import all_on_device, to_host
+from hpcaccum.errors import InvalidArgumentError, counted
 from hpcaccum.mpi import group_of
 from hpcaccum.optimizers.base import (
     ExchangeKind,
@@ -27,13 +29,19 @@ from hpcaccum.optimizers.checks import (
     declared,
     listed,
 )
-from hpcaccum.optimizers.dropped import DropsInARow
 from hpcaccum.optimizers.slices import pushed
-from hpcaccum.optimizers.snapshot import counts_of, set_values
-from hpcaccum.optimizers.start import assign, show, warn_of_wider
+from hpcaccum.optimizers.snapshot import set_values
+from hpcaccum.optimizers.start import broadcast, warn_of_wider
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import Wrapper, one_thread
-from hpcaccum.server import ParameterServer, ServerOptions, check_nodes, spread
+from hpcaccum.server import (
+    BoundedStalenessInbox,
+    ParameterServer,
+    QuorumInbox,
+    ServerOptions,
+    check_nodes,
+    spread,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +50,12 @@ if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
     from hpcaccum.optimizers.checks import Loss, Pairs, PairsLike, Variables
     from hpcaccum.rows import RowPlace
-    from hpcaccum.server import Inbox
+    from hpcaccum.server import Factors, Inbox
+
+logger = logging.getLogger("hpcaccum")
+
+# Gradients that are dropped one after the other before a warning.
+_MANY = 20
 
 
 class OneSidedOptimizer(Wrapper):
@@ -101,6 +114,11 @@ class OneSidedOptimizer(Wrapper):
 
     _server: ParameterServer | None = None
     _center: Center | None = None
+    # Least number of gradients in an update. Without it, each gradient is an update if
+    # its lag is not larger than this, with a factor that depends on the lag.
+    _quorum: int | None = None
+    _max_lag: float = math.inf
+    _factors: Factors | None = None
     # Maximum number of gradients of a rank in one update.
     _share = 1
     # Whether an update is a weighted mean; if not, a weight multiplies the gradient.
@@ -137,7 +155,8 @@ class OneSidedOptimizer(Wrapper):
         # What `restore` begins with: the counts, and on the host the state.
         self._earlier: Mapping[str, Any] = {}
         self._restored: Mapping[str, Any] | None = None
-        self._drops_in_a_row = DropsInARow(self.get_name(), group.rank)
+        # Gradients of this rank that were dropped one after the other.
+        self._dropped, self._warned = 0, False
 
     def __repr__(self) -> str:
         """Show the options of this strategy and the servers, also those by default."""
@@ -146,15 +165,24 @@ class OneSidedOptimizer(Wrapper):
         shown = [f"{k}={v!r}" for k, v in options.items() if v is not None]
         return f"{type(self).__name__}({', '.join([repr(self.inner), *shown])})"
 
-    def _bound(self) -> str:
-        """Return which gradients are accepted, for messages."""
-        raise NotImplementedError
-
     def _make_inbox(
         self, size: int, dtype: np.dtype[Any], rows: Sequence[RowPlace]
     ) -> Inbox:
-        """Return the inbox, in which the one-sided optimizers differ."""
-        raise NotImplementedError
+        group, root, what = self._group, self._root, self.get_name()
+        if self._quorum is not None:
+            return QuorumInbox(
+                group, root, size, dtype, self._quorum, self._workers, rows, what
+            )
+        return BoundedStalenessInbox(
+            group,
+            root,
+            size,
+            dtype,
+            max_lag=self._max_lag,
+            workers=self._workers,
+            factors=self._factors,
+            what=what,
+        )
 
     def initialize(self, var_list: Variables | None) -> None:
         """Set the center and all ranks' variables to the host rank's. Collective.
@@ -200,7 +228,8 @@ class OneSidedOptimizer(Wrapper):
             divisible = self.outer.elementwise and not any(v.sparse for v in variables)
             servers = spread(self._root, self._group, nbytes, divisible=divisible)
         self._place = dataclasses.replace(self._place, servers=servers)
-        show(self, self._group)
+        if self._group.rank == 0:
+            logger.info("%r", self)
         return ParameterServer(
             self._group,
             self._values,
@@ -333,6 +362,9 @@ class OneSidedOptimizer(Wrapper):
     ) -> Receipt:
         """Send the gradients to the host rank; wait as the optimizer promises.
 
+        `AGNOptimizer` and `LocalStepsOptimizer` make a local step; they send, and take
+        the new center, at the end of a period.
+
         Args:
             grads_and_vars: Pairs as `compute_gradients` returns them. A variable with
                 a gradient of None is not updated. The gradient of a sparse variable is
@@ -347,7 +379,8 @@ class OneSidedOptimizer(Wrapper):
                 weight * gradient.
 
         Returns:
-            Whether the gradients were accepted, and at which step.
+            Whether the gradients were accepted, and at which step. After a local step
+            that sent nothing, a receipt that is not `sent`, of the last pull.
 
         Raises:
             InvalidArgumentError, TypeError: On this rank, also if it has left, or the
@@ -357,18 +390,32 @@ class OneSidedOptimizer(Wrapper):
         """
         pairs, weight = check_weighed(grads_and_vars, weight, averages=self._averages)
         self._checked_step(global_step)
-        self.initialize([var for _, var in pairs])
+        variables = [var for _, var in pairs]
+        if self._server is None:
+            self._begin_with(variables)
         server = self._training_server()
+        self._check_known(variables)
         server.check_present()
-        if self._drops(pairs):
-            receipt = server.drop(self._local_step)
-            self._pull()
-        else:
-            grads = pushed(pairs, server.gradient_arrays)
-            receipt = server.push(grads, self._local_step, weight)
-            self._after(server, receipt)
-        set_global_step(global_step, self._step)
-        self._note(receipt)
+        drops = self._drops(pairs)
+        receipt = self._drop(server) if drops else self._send(server, pairs, weight)
+        if receipt.sent:
+            set_global_step(global_step, self._step)
+            self._note(receipt)
+        return receipt
+
+    def _begin_with(self, variables: list[Variable]) -> None:
+        """Initialize, as the first gradients are those of these variables."""
+        self.initialize(variables)
+
+    def _drop(self, server: ParameterServer) -> Receipt:
+        receipt = server.drop(self._local_step)
+        self._pull()
+        return receipt
+
+    def _send(self, server: ParameterServer, pairs: Pairs, weight: float) -> Receipt:
+        grads = pushed(pairs, server.gradient_arrays)
+        receipt = server.push(grads, self._local_step, weight)
+        self._after(server, receipt)
         return receipt
 
     def _metrics(self) -> metrics.Metrics:
@@ -376,8 +423,24 @@ class OneSidedOptimizer(Wrapper):
         return metrics.Metrics.of(self.get_name(), *facts)
 
     def _note(self, receipt: Receipt) -> None:
+        """Count a gradient; warn, once, if the last ones were all dropped."""
         metrics.note(self)
-        self._drops_in_a_row.note(receipt, self._bound())
+        self._dropped = 0 if receipt else self._dropped + 1
+        if self._dropped < _MANY or self._warned:
+            return
+        self._warned = True
+        bound = f"staleness={self._max_lag} is the largest lag accepted"
+        if self._quorum is not None:
+            bound = "a gradient of an earlier step is not accepted"
+        late = f"was {counted(receipt.lag, 'update')} late, and {bound}"
+        logger.warning(
+            "%s: the last %d gradients of rank %d were all dropped, so the data of "
+            "this rank are not in the model; the last gradient %s",
+            self.get_name(),
+            _MANY,
+            self._group.rank,
+            "was not finite" if receipt.nonfinite else late,
+        )
 
     def _after(self, server: ParameterServer, receipt: Receipt) -> None:
         """Pull after a push: wait for its update, or do not wait if it was dropped."""
@@ -401,29 +464,13 @@ class OneSidedOptimizer(Wrapper):
                 snapshot does not fit; nothing is changed.
             WaitTimeoutError: If the server does not end in time; see `free`.
         """
-        self._check_open()
-        what, host = self._call("restore"), self._group.rank == self._root
-
-        def check() -> tuple[list[Variable], Mapping[str, Any]]:
-            wanted = listed(var_list)
-            if wanted is None and self._server is not None:
-                wanted = self._variables
-            variables = self._check_start(wanted)
-            if self._server is not None:
-                self._check_known(variables)
-            if not host:
-                return variables, {}
-            self._kept_state(variables).check(snapshot)
-            return variables, counts_of(snapshot)
-
-        variables, counts = self._group.agree(
-            what, check, lambda checked: declared(checked[0])
-        )
+        host = self._group.rank == self._root
+        variables, counts = self._agree_on_snapshot(snapshot, var_list, host, declared)
         if self._server is not None:
             self._end_server()
         if host:
             set_values(variables, snapshot)
-        self._earlier = self._group.allgather(counts, what)[self._root]
+        self._earlier = counts[self._root]
         self._restored = snapshot["state"] if host else {}
         try:
             self.initialize(variables)
@@ -459,7 +506,20 @@ class OneSidedOptimizer(Wrapper):
 
     def _assign(self, server: ParameterServer) -> None:
         what, variables = self._call("assign"), check_variables(self._variables)
-        step = assign(self._group, server, variables, what, self.before_assign)
+
+        def check() -> None:
+            server.check_not_paused("assign()")
+            self.before_assign(self._group.rank == server.source)
+
+        try:
+            self._group.agree(what, check, lambda _: {})
+        except Exception:
+            server.come_back()
+            self._group.allgather(None, what)
+            raise
+        broadcast(self._group, variables, what, server.source)
+        own = variables if server.is_server else []
+        step = server.assign({var.name: np.array(to_host(var.value)) for var in own})
         # This node may have older ones.
         self._useful = self._step = step
 

@@ -16,12 +16,11 @@ from hpcaccum.layout import Layout
 from hpcaccum.mpi import complete
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.variable import Variable
-    from hpcaccum.server import ParameterServer
 
 logger = logging.getLogger("hpcaccum")
 
@@ -52,46 +51,6 @@ def warn_of_wider(what: str, variables: Sequence[Variable]) -> None:
             len(wider),
             len(variables),
         )
-
-
-def assign(
-    group: Group,
-    server: ParameterServer,
-    variables: Sequence[Variable],
-    what: str,
-    before: Callable[[bool], None],
-) -> int:
-    """Set the center and all variables to those of one rank; return the step.
-
-    Args:
-        group: The ranks, all of which call it.
-        server: It has been suspended.
-        variables: Those of this rank.
-        what: Name for messages.
-        before: Called with whether the variables of this rank are assigned to all.
-    """
-
-    def check() -> None:
-        server.check_not_paused("assign()")
-        before(group.rank == server.source)
-
-    try:
-        group.agree(what, check, lambda _: {})
-    except Exception:
-        server.come_back()
-        group.allgather(None, what)
-        raise
-    broadcast(group, variables, what, server.source)
-    values: dict[str, Array] = {}
-    if server.is_server:
-        values = {var.name: np.array(to_host(var.value)) for var in variables}
-    return server.assign(values)
-
-
-def show(optimizer: object, group: Group) -> None:
-    """Log what an optimizer has chosen, on the first rank."""
-    if group.rank == 0:
-        logger.info("%r", optimizer)
 
 
 def broadcast(

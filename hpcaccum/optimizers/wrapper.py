@@ -25,8 +25,10 @@ from hpcaccum.optimizers.checks import (
     check_name,
     check_trainable,
     check_variables,
+    listed,
 )
 from hpcaccum.optimizers.finite import check_choice, to_drop
+from hpcaccum.optimizers.snapshot import counts_of
 from hpcaccum.optimizers.variable import Variable, counter
 
 if TYPE_CHECKING:
@@ -203,6 +205,36 @@ class Wrapper(Freeable, Optimizer):
         check_trainable(variables)
         all_on_device("variables", [var.value for var in variables])
         return variables
+
+    def _agree_on_snapshot(
+        self,
+        snapshot: Any,
+        var_list: Variables | None,
+        is_root: bool,
+        facts: Callable[[list[Variable]], Mapping[str, Any]],
+    ) -> tuple[list[Variable], list[dict[str, Any]]]:
+        """Return variables that the root's snapshot fits, and its counts. Collective.
+
+        Of each rank there are counts; those of the root are the snapshot's. ``facts``
+        returns what must be the same of the variables of all ranks.
+        """
+        self._check_open()
+        what = self._call("restore")
+
+        def check() -> tuple[list[Variable], dict[str, Any]]:
+            wanted = self._variables if var_list is None else listed(var_list)
+            variables = self._check_start(wanted)
+            if self._values:
+                self._check_known(variables)
+            if not is_root:
+                return variables, {}
+            self._kept_state(variables).check(snapshot)
+            return variables, counts_of(snapshot)
+
+        variables, counts = self._group.agree(
+            what, check, lambda checked: facts(checked[0])
+        )
+        return variables, self._group.allgather(counts, what)
 
     def _start(self, variables: list[Variable]) -> None:
         Optimizer.initialize(self, variables)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from hpcaccum.server.bounded_staleness import BoundedStalenessInbox
 from hpcaccum.server.inbox import Inbox
-from hpcaccum.server.lateness import Lateness, factors_of
+from hpcaccum.server.lateness import Factors, Lateness, factors_of
 from hpcaccum.server.options import LARGE, ServerOptions, Servers, check_nodes, spread
 from hpcaccum.server.part import joined
 from hpcaccum.server.publisher import Publisher
@@ -35,6 +35,7 @@ from hpcaccum.server.wire_format import gradients_by_name
 __all__ = [
     "LARGE",
     "BoundedStalenessInbox",
+    "Factors",
     "Inbox",
     "Lateness",
     "ParameterServer",
