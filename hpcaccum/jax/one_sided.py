@@ -71,6 +71,9 @@ class OneSided(Freeable):
         TypeError, InvalidArgumentError, DisagreementError: On every rank.
     """
 
+    # The optimizer of hpcaccum that has this strategy.
+    _strategy: Callable[..., OneSidedOptimizer]
+
     def __init__(
         self,
         optax_rule: Any,
@@ -113,7 +116,7 @@ class OneSided(Freeable):
 
     def _make(self, rule: OptaxRule, options: dict[str, Any]) -> OneSidedOptimizer:
         """Return the optimizer that exchanges the gradients. Collective."""
-        raise NotImplementedError
+        return self._strategy(rule, **options)
 
     def _start(self, group: Group, host: int, snapshot: Any) -> None:
         """Set all ranks' variables to those of the host, or of its snapshot."""
@@ -268,6 +271,8 @@ class DropStale(OneSided):
         lateness: Factor of a gradient by its lag: "inverse", or a callable.
     """
 
+    _strategy = DropStaleGradientOptimizer
+
     def __init__(
         self,
         optax_rule: Any,
@@ -279,9 +284,6 @@ class DropStale(OneSided):
     ) -> None:
         strategy = {"staleness": staleness, "lateness": lateness}
         super().__init__(optax_rule, params, strategy, **options)
-
-    def _make(self, rule: OptaxRule, options: dict[str, Any]) -> OneSidedOptimizer:
-        return DropStaleGradientOptimizer(rule, **options)
 
 
 class SyncReplicas(OneSided):
@@ -295,6 +297,8 @@ class SyncReplicas(OneSided):
             that of `SyncReplicasOptimizer`.
     """
 
+    _strategy = SyncReplicasOptimizer
+
     def __init__(
         self,
         optax_rule: Any,
@@ -304,9 +308,6 @@ class SyncReplicas(OneSided):
     ) -> None:
         strategy = {"replicas_to_aggregate": replicas_to_aggregate}
         super().__init__(optax_rule, params, strategy, **options)
-
-    def _make(self, rule: OptaxRule, options: dict[str, Any]) -> OneSidedOptimizer:
-        return SyncReplicasOptimizer(rule, **options)
 
 
 class AGN(OneSided):
@@ -321,6 +322,8 @@ class AGN(OneSided):
         communication_period: T, at least 1.
     """
 
+    _strategy = AGNOptimizer
+
     def __init__(
         self,
         optax_rule: Any,
@@ -330,9 +333,6 @@ class AGN(OneSided):
     ) -> None:
         strategy = {"communication_period": communication_period}
         super().__init__(optax_rule, params, strategy, **options)
-
-    def _make(self, rule: OptaxRule, options: dict[str, Any]) -> OneSidedOptimizer:
-        return AGNOptimizer(rule, **options)
 
 
 class LocalSteps(OneSided):

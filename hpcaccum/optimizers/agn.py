@@ -234,10 +234,10 @@ class AGNOptimizer(LocalSteps):
         self._rows.check(rows)
         grads = {n: g for n, g in gradients_by_name(pairs).items() if n not in rows}
         # The sums need them as they are now.
-        arrays = apart(grads, [var.value for _, var in pairs])
+        arrays = apart(list(grads.values()), [var.value for _, var in pairs])
         self.inner.apply_gradients(pairs)
         # On a device, plain CuPy expressions: a kernel would move as many bytes.
-        self._add(self._places(server), arrays)
+        self._add(self._places(server), dict(zip(grads, arrays, strict=True)))
         self._rows.add(rows)
 
     def _add(self, sums: Mapping[str, Array], grads: Mapping[str, Gradient]) -> None:

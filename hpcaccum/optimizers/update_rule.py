@@ -29,7 +29,7 @@ from hpcaccum.optimizers.checks import (
 )
 from hpcaccum.optimizers.device_update import Launch, Updates
 from hpcaccum.optimizers.rule_state import State, States
-from hpcaccum.optimizers.slices import Gradient, detached
+from hpcaccum.optimizers.slices import Gradient, apart
 from hpcaccum.optimizers.snapshot import Key, check_state
 from hpcaccum.optimizers.variable import Variable, is_float
 from hpcaccum.rows import IndexedSlices, Rows, rows_of
@@ -308,7 +308,7 @@ def _ready(updates: Sequence[tuple[Gradient, State]]) -> Sequence[Array | Rows]:
     ]
     if len(grads) == 1 and not isinstance(grads[0], Rows):
         return grads
-    return detached(grads, [state.variable.value for _, state in updates])
+    return apart(grads, [state.variable.value for _, state in updates])
 
 
 # Elements: small enough for the cache, large enough that calling NumPy costs little.

@@ -22,14 +22,13 @@ from hpcaccum.mpi import Freeable
 from hpcaccum.optimizers.base import ExchangeKind, KeptState, Optimizer, set_global_step
 from hpcaccum.optimizers.checks import (
     check_global_step,
-    check_name,
     check_trainable,
     check_variables,
     listed,
 )
 from hpcaccum.optimizers.finite import check_choice, to_drop
 from hpcaccum.optimizers.snapshot import counts_of
-from hpcaccum.optimizers.variable import Variable, counter
+from hpcaccum.optimizers.variable import Variable, check_name, counter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator import Receipt
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.finite import OnNonfinite
+    from hpcaccum.optimizers.one_sided import OneSidedOptimizer
     from hpcaccum.server import Lateness, Servers
 
 
@@ -82,6 +83,9 @@ class OneSided(Adapter):
             all raise LostRankError.
     """
 
+    # The optimizer of hpcaccum that has this strategy.
+    _strategy: Callable[..., OneSidedOptimizer]
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -121,6 +125,9 @@ class OneSided(Adapter):
         optimizer._optimizer_step_post_hooks.move_to_end(noted.id, last=False)
         self._noted = noted
         self._rule.note_values()
+
+    def _make(self) -> OneSidedOptimizer:
+        return self._strategy(self._rule, comm=self._group, **self._options)
 
     def _update(self) -> Receipt:
         # Instead of the step of the optimizer, with its hooks.
@@ -227,6 +234,8 @@ class SyncReplicas(OneSided):
         options: See `OneSided`.
     """
 
+    _strategy = SyncReplicasOptimizer
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -235,9 +244,6 @@ class SyncReplicas(OneSided):
     ) -> None:
         strategy = {"replicas_to_aggregate": replicas_to_aggregate}
         super().__init__(optimizer, strategy, **options)
-
-    def _make(self) -> SyncReplicasOptimizer:
-        return SyncReplicasOptimizer(self._rule, comm=self._group, **self._options)
 
 
 class DropStale(OneSided):
@@ -252,6 +258,8 @@ class DropStale(OneSided):
         options: See `OneSided`.
     """
 
+    _strategy = DropStaleGradientOptimizer
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -262,9 +270,6 @@ class DropStale(OneSided):
     ) -> None:
         strategy = {"staleness": staleness, "lateness": lateness}
         super().__init__(optimizer, strategy, **options)
-
-    def _make(self) -> DropStaleGradientOptimizer:
-        return DropStaleGradientOptimizer(self._rule, comm=self._group, **self._options)
 
 
 class AGN(OneSided):
@@ -280,6 +285,8 @@ class AGN(OneSided):
         options: See `OneSided`.
     """
 
+    _strategy = AGNOptimizer
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -288,9 +295,6 @@ class AGN(OneSided):
     ) -> None:
         strategy = {"communication_period": communication_period}
         super().__init__(optimizer, strategy, **options)
-
-    def _make(self) -> AGNOptimizer:
-        return AGNOptimizer(self._rule, comm=self._group, **self._options)
 
     def _update(self) -> Receipt:
         # The optimizer makes the local step.
