@@ -288,7 +288,7 @@ class AGNOptimizer(LocalSteps):
             self.initialize()
             self._pull_all()
             self._summed.clear()
-            self._rows.clear_all()
+            self._rows.clear()
 
         return init
 
@@ -328,15 +328,9 @@ class SummedRows:
     """Sums of the gradients of sparse variables, which have rows only.
 
     Gradients are kept until a sum is wanted: to add them one by one would take time for
-    all rows of the sum with each of them.
-
-    Args:
-        variables: All variables.
-        number: How many gradients a sum usually has. It may have more of them, with
-            ``number * capacity`` different rows at most.
-
-    Attributes:
-        dtype: Of the sums: that in which a server gets the gradients of the variables.
+    all rows of the sum with each of them. A sum usually has ``number`` gradients. It
+    may have more of them, with ``number * capacity`` different rows at most. Its dtype
+    is that in which a server gets gradients.
     """
 
     def __init__(self, variables: Sequence[Variable], number: int) -> None:
@@ -374,11 +368,7 @@ class SummedRows:
             for name, total in sums.items()
         }
 
-    def clear(self, names: Iterable[str]) -> None:
-        """Remove all gradients of some sparse variables."""
-        for name in names:
+    def clear(self, names: Iterable[str] | None = None) -> None:
+        """Remove all gradients of all, or of some, sparse variables."""
+        for name in self._parts if names is None else names:
             self._parts[name].clear()
-
-    def clear_all(self) -> None:
-        """Remove all gradients."""
-        self.clear(self._parts)

@@ -33,7 +33,7 @@ from hpcaccum.optimizers.wrapper import Wrapper, one_thread
 from hpcaccum.reducer import RAISE, check_schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from mpi4py import MPI as mpi4py_MPI
 
@@ -419,9 +419,8 @@ class CrossShardOptimizer(Wrapper):
         """
         return self._any_shard().tally()
 
-    def _reader(self) -> Callable[[Sequence[str]], list[Array]]:
-        self._any_shard()
-        return lambda names: [np.array(to_host(self._values[name])) for name in names]
+    def _read(self, names: Sequence[str]) -> list[Array]:
+        return [np.array(to_host(self._values[name])) for name in names]
 
     def snapshot(self) -> dict[str, Any]:
         """Return copies of the variables and of their state. Not collective.

@@ -34,13 +34,8 @@ if TYPE_CHECKING:
 class LocalSteps(OneSidedOptimizer):
     """An optimizer whose ranks make local steps and push once a period. Collective.
 
-    `inner` makes the local steps, on the variables of its rank. Subclasses say what is
-    pushed.
-
-    Args:
-        inner: Makes the local steps.
-        outer: Makes the updates of the center; None for ``inner``.
-        name, check, options: As for `OneSidedOptimizer`.
+    `inner` makes the local steps, on the variables of its rank, and `outer`, or
+    `inner`, the updates of the center. Subclasses say what is pushed.
     """
 
     # Calls of `apply_gradients` in a period.

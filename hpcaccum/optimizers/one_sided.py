@@ -594,8 +594,8 @@ class OneSidedOptimizer(Wrapper):
         """Seconds that this rank has waited for other ranks."""
         return 0.0 if self._server is None else self._server.waited
 
-    def _reader(self) -> Callable[[Sequence[str]], list[Array]]:
-        return self._any_server().read
+    def _read(self, names: Sequence[str]) -> list[Array]:
+        return self._any_server().read(names)
 
     def statistics(self) -> Tally:
         """Return how many gradients of each rank were accepted and dropped so far."""

@@ -21,14 +21,9 @@ if TYPE_CHECKING:
 
 
 class State:
-    """The state of one variable: its slots and the number of its updates.
+    """The state of one variable of floats: its slots and the number of its updates.
 
     All its fields are Variables, whose values may be set.
-
-    Args:
-        variable: A variable of floats.
-        name: Of the rule; part of the names of the state.
-        slots: Name of each slot to its initial value, or to an array with it.
     """
 
     def __init__(self, variable: Variable, name: str, slots: Slots) -> None:
@@ -75,9 +70,6 @@ class States:
 
     Those of variables that have not been updated yet are not visible. Several threads
     may use it.
-
-    Args:
-        name: Of the rule.
     """
 
     def __init__(self, name: str) -> None:

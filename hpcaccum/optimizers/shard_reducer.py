@@ -50,25 +50,19 @@ class ShardReducer:
     gives, and the reduction is repeated with those. A reducer may also go on without a
     rank that is lost.
 
-    Args:
-        group: The ranks.
-        layout: Of the gradients; see `layout_of`.
-        name: For messages.
-        options: Those of a `Reducer`, by name; rows travel in their own dtype.
-        rows: The formats of gradients that are rows, by name.
+    ``options`` are those of a `Reducer`; ``rows`` has the formats of gradients that are
+    rows, which travel in their own dtype.
 
     Attributes:
         reducer: That of the ranks that have not left. When this rank has, the last one.
         present: The ranks of the group that have not left, and were not lost at the
             last reduction.
-        step: Number of updates so far.
         computed: Calls of `compute_gradients` that this rank has begun, if the user
-            counts them. Ranks that throw away different numbers of gradients are out of
-            step. That is an error on all of them, after which they count from 0.
+            counts them. If ranks differ, that is an error on all of them, after which
+            they count from 0.
         facts: Numbers that must be the same on all ranks in the next updates, by name.
-        rates: The learning rates of the next update, one for each group of variables;
-            None is not known. They must be the same on all ranks, too.
-        left: Whether this rank has left.
+        rates: The learning rates of the next update, one for each group of variables,
+            which must be the same on all ranks; None is not known.
         stale: Whether gradients have been started that shall not be used. Reset by the
             next reduction, which begins anew.
     """
@@ -175,9 +169,8 @@ class ShardReducer:
     ) -> Mapping[str, Array | Rows] | None:
         """Return the sums or means of the gradients, with their weights. Collective.
 
-        Returns:
-            The results, without those that no rank has; after their use, call
-            `updated`. None if all ranks skip, so that there is no update.
+        Without those that no rank has; None if all ranks skip. After their use, call
+        `updated`.
         """
         self.check_present()
         self.check_usable()
@@ -311,10 +304,7 @@ class ShardReducer:
         return metrics.Metrics.of(self._name, self.step, self.waited, self.tally())
 
     def leave(self) -> None:
-        """Leave, at the next reduction of the other ranks. Collective.
-
-        A second call has no effect.
-        """
+        """Leave, at the next reduction of the other ranks. Collective."""
         if self.left:
             return
         self.check_usable()
@@ -385,9 +375,7 @@ class ShardReducer:
     def finish(self) -> int | None:
         """Free the reducer. Collective, of all ranks of the group.
 
-        Returns:
-            The rank whose variables are those of the last update, if ranks have left;
-            else None.
+        If ranks have left, it returns one whose variables are those of the last update.
         """
         if not self.left:
             self._free_reducer()

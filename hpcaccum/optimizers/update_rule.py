@@ -408,12 +408,7 @@ def finite(rate: object) -> float | None:
 
 
 class RateOfStep:
-    """A checked learning rate: a number, or the result of a callable.
-
-    Raises:
-        InvalidArgumentError: If it is neither a number in range nor a callable with at
-            most one required argument.
-    """
+    """A checked learning rate: a number, or the result of a callable."""
 
     def __init__(self, rate: Any) -> None:
         self.given, self.takes_step = rate, False

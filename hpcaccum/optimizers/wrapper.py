@@ -71,26 +71,13 @@ def one_thread(
 class Wrapper(Freeable, Optimizer):
     """Exchanges gradients and delegates the updates to another optimizer. Collective.
 
-    Args:
-        inner: Makes the updates; its state is shown as this optimizer's.
-        name: Name of this optimizer.
-        group: The ranks.
-        check: Checks the other options of this rank; returns those that must be the
-            same on all ranks, by name.
-        on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
-            exchanges them, "drop" drops all gradients of the call, "raise" raises
-            InvalidArgumentError.
+    ``check`` checks the options of this rank, and returns those that must be the same
+    on all ranks, by name.
 
     Attributes:
-        inner: The other optimizer.
+        inner: Makes the updates; its state is shown as this optimizer's.
         before_assign: Called by `assign` with whether the values of this rank are
             assigned to all. An adapter brings them to the variables; it may raise.
-
-    Raises:
-        TypeError: On every rank, if ``inner`` is not an optimizer.
-        InvalidArgumentError: On every rank, if ``inner`` exchanges gradients in a way
-            that this optimizer does not allow.
-        DisagreementError: On every rank, if an option differs.
     """
 
     # Whether `minimize` is running.
@@ -131,9 +118,9 @@ class Wrapper(Freeable, Optimizer):
         """The learning rate of the inner optimizer; may be set.
 
         With a one-sided optimizer, set it on the host, which updates the center; on
-        other ranks it affects only local steps. With a collective
-        optimizer, set it to the same value on all ranks of a group: different numbers
-        raise an error at its next update, but results of callables are not compared.
+        other ranks it affects only local steps. With a collective optimizer, set it to
+        the same value on all ranks of a group: different numbers raise an error at its
+        next update, but results of callables are not compared.
 
         Raises:
             AttributeError: If the inner optimizer has none.
@@ -183,7 +170,6 @@ class Wrapper(Freeable, Optimizer):
             )
         finally:
             self._in_minimize = False
-        # Each optimizer that exchanges gradients returns one.
         return cast("Receipt", receipt)
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
@@ -345,15 +331,15 @@ class Wrapper(Freeable, Optimizer):
             InvalidArgumentError, TypeError: Before `initialize`, or if ``var`` is not
                 one of its variables.
         """
-        read = self._reader()
+        self._initialized(self._values or None)
         several = isinstance(var, (list, tuple))
         variables: Any = var if several else [var]
         self._check_known(check_variables(variables))
-        copies = read([each.name for each in variables])
+        copies = self._read([each.name for each in variables])
         return copies if several else copies[0]
 
-    def _reader(self) -> Callable[[Sequence[str]], list[Array]]:
-        """Return what copies values by name; raise if there are no variables yet."""
+    def _read(self, names: Sequence[str]) -> list[Array]:
+        """Return copies of the newest values."""
         raise NotImplementedError
 
     def _describe(self) -> str:
