@@ -53,13 +53,7 @@ class OneSided(Freeable):
         params: A pytree of float arrays, of the same structure on all ranks.
         strategy: The options that only this strategy has, by name.
         comm: Communicator of the ranks; COMM_WORLD by default.
-        host: The rank that holds the parameters.
-        dedicated: Whether the host rank only serves; it then calls `serve`.
-        min_workers: Fewest ranks that go on after others are lost; if fewer remain, all
-            raise LostRankError.
-        on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
-            sends them, "drop" drops all gradients of the `push` on this rank, "raise"
-            raises InvalidArgumentError on this rank.
+        host, dedicated, on_nonfinite, min_workers: See `OneSidedOptimizer`.
         extra: Arguments of the rule's ``update`` that `push` passes by name, such as
             ``{"value": 0.0}`` for the loss: floats, or pytrees of float arrays, of
             which only shapes and dtypes are used. They are sent, averaged and dropped

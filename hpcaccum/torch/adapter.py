@@ -14,8 +14,12 @@ import torch
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import MPI, Freeable, Group, group_of
 from hpcaccum.torch.buffers import Buffers
-from hpcaccum.torch.gradients import Gradients
-from hpcaccum.torch.rows import check_capacity, check_needs, names_of
+from hpcaccum.torch.gradients import (
+    Gradients,
+    check_capacity,
+    check_needs,
+    names_of,
+)
 from hpcaccum.torch.rule import TorchRule
 from hpcaccum.torch.state import check_state, snapshot_of, state_of
 from hpcaccum.torch.tensors import (

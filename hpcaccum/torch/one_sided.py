@@ -61,8 +61,7 @@ class OneSided(Adapter):
     Args:
         optimizer, module, buffers, comm: As for `Adapter`.
         strategy: The options that only this strategy has, by name.
-        host: The rank that holds the center.
-        dedicated: Whether servers only serve; they then call `serve`.
+        host, dedicated, on_nonfinite, min_workers: See `OneSidedOptimizer`.
         servers: The ranks that hold the center, and update it: one rank, or several on
             different nodes, of which the first is the host. Each holds whole
             parameters, and a copy of the torch optimizer for them, which must update
@@ -76,11 +75,6 @@ class OneSided(Adapter):
             parameters in other ways.
         capacity: Maximum number of different rows in one such gradient; by default all
             rows. The server allocates memory for this number of rows for each rank.
-        on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
-            sends them, "drop" drops all gradients of the step on this rank, "raise"
-            raises InvalidArgumentError on this rank.
-        min_workers: Fewest ranks that train on after others are lost; if fewer remain,
-            all raise LostRankError.
     """
 
     # The optimizer of hpcaccum that has this strategy.

@@ -15,7 +15,7 @@ from hpcaccum.optimizers import Optimizer, Variable
 from hpcaccum.optimizers.base import KeptState
 from hpcaccum.optimizers.update_rule import finite
 from hpcaccum.rows import IndexedSlices
-from hpcaccum.torch.rows import gradient_of, needs_for_rows
+from hpcaccum.torch.gradients import gradient_of, needs_for_rows
 from hpcaccum.torch.tensors import CPU, array_of, laid_out, tensor_of
 
 if TYPE_CHECKING:
@@ -31,29 +31,18 @@ _COUNTS_THERE = (_CAPTURABLE, "fused")
 
 
 class _Target(NamedTuple):
-    """Tensors, and the optimizer that updates them.
-
-    Attributes:
-        optimizer: Of PyTorch.
-        tensors: By the names of the variables.
-    """
+    """Tensors, by the names of the variables, and the optimizer that updates them."""
 
     optimizer: Any
     tensors: Mapping[str, Any]
 
 
 class _GroupOptions:
-    """The options of the parameter groups of an optimizer, as a center has them.
-
-    Args:
-        optimizer: Of PyTorch.
-
-    Attributes:
-        center: The parameter groups of the center, on its rank.
-    """
+    """The options of the parameter groups of an optimizer, as a center has them."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer, self._sizes = optimizer, _sizes(optimizer)
+        # The parameter groups of the center, on its rank.
         self.center: Sequence[dict[str, Any]] | None = None
         # Those that the center, or all servers, have, of each parameter group.
         self._copied: list[dict[str, Any]] = [{} for _ in self._sizes]
@@ -101,15 +90,8 @@ class TorchRule(Optimizer):
     It is not `elementwise`: whether an optimizer is cannot be known. But it must update
     each parameter independently of the others, as all of `torch.optim` do.
 
-    Args:
-        optimizer: Of PyTorch.
-        parameters: Its parameters, by name.
-        sparse: Names of those whose gradients are sparse.
-        capacity: Maximum number of rows of such a gradient that a server gets; by
-            default all.
-
     Attributes:
-        parameters: As given.
+        parameters: By name.
         own: The parameters as variables.
     """
 
@@ -155,10 +137,7 @@ class TorchRule(Optimizer):
         self._host_options.check()
 
     def reclaim(self) -> None:
-        """Move parameters back to the memory of the variables.
-
-        ``p.data = ...`` replaces it, as does `torch.nn.utils.vector_to_parameters`.
-        """
+        """Move parameters back to the memory of the variables; ``p.data = x`` moves."""
         for name, memory in self._memory.items():
             parameter = self.parameters[name]
             if parameter.data_ptr() != memory.data_ptr():
