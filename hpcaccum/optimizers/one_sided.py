@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator import Receipt, Tally
     from hpcaccum.dtypes import Array
     from hpcaccum.optimizers.checks import Loss, Pairs, PairsLike, Variables
+    from hpcaccum.optimizers.snapshot import Parts
     from hpcaccum.rows import RowPlace
     from hpcaccum.server import Factors, Inbox
 
@@ -152,9 +153,6 @@ class OneSidedOptimizer(Wrapper):
         self._workers: int = self._options["workers"]
         # The step of this rank's variables, and the first one worth waiting for.
         self._step, self._useful = -1, 0
-        # What `restore` begins with: the counts, and on the host the state.
-        self._earlier: Mapping[str, Any] = {}
-        self._restored: Mapping[str, Any] | None = None
         # Gradients of this rank that were dropped one after the other.
         self._dropped, self._warned = 0, False
 
@@ -199,19 +197,29 @@ class OneSidedOptimizer(Wrapper):
         if self._server is not None:
             self._check_known([] if var_list is None else check_variables(var_list))
             return
-        what = self._call("initialize")
         variables = self._group.agree(
-            what, lambda: self._check_start(var_list), declared
+            self._call("initialize"), lambda: self._check_start(var_list), declared
         )
+        self._start_server(variables, {}, None)
+
+    def _start_server(
+        self,
+        variables: list[Variable],
+        counts: Mapping[str, Any],
+        states: Mapping[str, Parts] | None,
+    ) -> None:
+        """Start a server, also from the counts and states of a snapshot. Collective."""
+        what = self._call("initialize")
         if self._group.rank == 0:
             warn_of_wider(self.get_name(), variables)
         self._start(variables)
+        self._begin_at(counts.get("step", 0))
         flat = flat_rule(self.outer)
-        server = self._server = self._make_server(variables, flat)
+        server = self._server = self._make_server(variables, flat, counts)
         center = self._center = Center(self.outer, flat, server, self._values)
         # Without slots: it computes gradients of these, but updates the center's.
         Optimizer.initialize(self.inner, variables)
-        states = server.divide(self._restored)
+        states = server.divide(states)
         self._group.agree(what, lambda: center.prepare(states), lambda _: {})
         if server.is_server:
             center.serve()
@@ -220,32 +228,37 @@ class OneSidedOptimizer(Wrapper):
         self._group.allgather(None, what)
 
     def _make_server(
-        self, variables: list[Variable], flat: FlatRule | None
+        self,
+        variables: list[Variable],
+        flat: FlatRule | None,
+        counts: Mapping[str, Any],
     ) -> ParameterServer:
         servers = self._servers
         if servers is None:
             nbytes = sum(var.value.nbytes for var in variables)
             divisible = self.outer.elementwise and not any(v.sparse for v in variables)
             servers = spread(self._root, self._group, nbytes, divisible=divisible)
-        self._place = dataclasses.replace(self._place, servers=servers)
+        least = self._options["min_workers"]
+        self._place = dataclasses.replace(
+            self._place, servers=servers, min_workers=least
+        )
         if self._group.rank == 0:
             logger.info("%r", self)
         return ParameterServer(
             self._group,
             self._values,
             self._make_inbox,
-            dataclasses.replace(self._place, min_workers=self._options["min_workers"]),
+            self._place,
             self.get_name(),
             rule=flat,
             finish=self._pull_all,
             elementwise=self.outer.elementwise,
             capacities=capacities(variables, self._share),
-            **self._earlier,
+            **counts,
         )
 
     def _start(self, variables: list[Variable]) -> None:
         super()._start(variables)
-        self._begin_at(self._earlier.get("step", 0))
         self._step, self._useful = -1, 0
 
     def _check_start(self, var_list: Any) -> list[Variable]:
@@ -470,12 +483,9 @@ class OneSidedOptimizer(Wrapper):
             self._end_server()
         if host:
             set_values(variables, snapshot)
-        self._earlier = counts[self._root]
-        self._restored = snapshot["state"] if host else {}
-        try:
-            self.initialize(variables)
-        finally:
-            self._earlier, self._restored = {}, None
+        self._start_server(
+            variables, counts[self._root], snapshot["state"] if host else {}
+        )
 
     @one_thread
     def assign(self) -> None:
