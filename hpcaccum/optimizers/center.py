@@ -38,9 +38,7 @@ class FlatRule:
     ) -> None:
         """Let the rule keep its slots in given arrays."""
         self._states = [
-            self._rule._states.make(
-                var, {slot: slots[slot][var.name] for slot in slots}
-            )
+            self._rule._state(var, {slot: slots[slot][var.name] for slot in slots})
             for var in variables
         ]
 

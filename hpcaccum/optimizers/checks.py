@@ -132,13 +132,6 @@ def check_pairs(grads_and_vars: PairsLike) -> Pairs:
     ]
 
 
-def check_gradients(
-    pairs: Iterable[tuple[Any, Variable]],
-) -> list[tuple[Gradient, Variable]]:
-    """Return pairs, of which no gradient is None, after `check_gradient`."""
-    return [(check_gradient(grad, variable), variable) for grad, variable in pairs]
-
-
 def as_pairs(grads_and_vars: PairsLike) -> list[tuple[Any, Variable]]:
     """Return gradients and variables as a list of pairs. Gradients are not checked."""
     if not isinstance(grads_and_vars, Iterable):

@@ -12,7 +12,7 @@ from hpcaccum.optimizers.snapshot import COUNT
 from hpcaccum.optimizers.variable import Variable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Mapping
 
     from hpcaccum.dtypes import Array
 
@@ -63,41 +63,6 @@ class State:
         """Move the slots to memory of their own."""
         for slot in self.slots.values():
             slot._move_to(slot.value.copy())
-
-
-class States:
-    """The states of the variables of a rule, in the order in which they are made.
-
-    Those of variables that have not been updated yet are not visible. Several threads
-    may use it.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._made: dict[Variable, State] = {}
-
-    def __iter__(self) -> Iterator[State]:
-        """Iterate over those that are visible now."""
-        return (state for state in self._made.copy().values() if state.updates)
-
-    def find(self, variable: Variable) -> State | None:
-        """Return the state of a variable if it is visible."""
-        state = self._made.get(variable)
-        return state if state is not None and state.updates else None
-
-    def make(self, variable: Variable, slots: Slots) -> State:
-        """Return the state of a variable, visible or not; make it if there is none."""
-        state = self._made.get(variable)
-        if state is None:
-            # Another thread may have made it meanwhile.
-            new = State(variable, self._name, slots)
-            state = self._made.setdefault(variable, new)
-        return state
-
-    def forget(self, variables: Iterable[Variable]) -> None:
-        """Drop the states of variables."""
-        for variable in variables:
-            self._made.pop(variable, None)
 
 
 def _filled(like: Array, number: float, dtype: np.dtype[Any]) -> Array:
