@@ -184,7 +184,11 @@ class CrossShardOptimizer(Wrapper):
                 self._check_known(check_variables(var_list))
             return
         variables = self._agree_on(var_list)
-        self._share_values(variables)
+        what = self._call("initialize")
+        if self._options["sync"]:
+            broadcast(self._group, variables, what)
+        else:
+            compare(self._group, variables, self._ranks, what)
         if self._ranks[self._group.rank] == 0:
             dense = [var for var in variables if not var.sparse]
             warn_of_wider(self.get_name(), dense)
@@ -241,14 +245,6 @@ class CrossShardOptimizer(Wrapper):
             },
         )
         return variables
-
-    def _share_values(self, variables: list[Variable]) -> None:
-        """Broadcast the values of the variables, or compare them. Collective."""
-        what = self._call("initialize")
-        if self._options["sync"]:
-            broadcast(self._group, variables, what)
-        else:
-            compare(self._group, variables, self._ranks, what)
 
     def _fail(self, error: Exception) -> NoReturn:
         """Raise an error on every rank, while the others exchange. Collective."""

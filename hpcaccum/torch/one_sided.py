@@ -79,6 +79,8 @@ class OneSided(Adapter):
 
     # The optimizer of hpcaccum that has this strategy.
     _strategy: Callable[..., OneSidedOptimizer]
+    # Whether the torch optimizer makes steps of its own.
+    _is_local = False
 
     def __init__(
         self,
@@ -124,6 +126,8 @@ class OneSided(Adapter):
         return self._strategy(self._rule, comm=self._group, **self._options)
 
     def _update(self) -> Receipt:
+        if self._is_local:
+            return self._apply()
         # Instead of the step of the optimizer, with its hooks.
         step = torch.optim.Optimizer.profile_hook_step(lambda _: self._exchange_once())
         receipt: Receipt = step(self.optimizer)
@@ -280,6 +284,7 @@ class AGN(OneSided):
     """
 
     _strategy = AGNOptimizer
+    _is_local = True
 
     def __init__(
         self,
@@ -289,10 +294,6 @@ class AGN(OneSided):
     ) -> None:
         strategy = {"communication_period": communication_period}
         super().__init__(optimizer, strategy, **options)
-
-    def _update(self) -> Receipt:
-        # The optimizer makes the local step.
-        return self._apply()
 
 
 class LocalSteps(OneSided):
@@ -321,6 +322,7 @@ class LocalSteps(OneSided):
 
     outer: torch.optim.Optimizer
     _outer_rule: TorchRule | None = None
+    _is_local = True
 
     def __init__(
         self,
@@ -364,7 +366,3 @@ class LocalSteps(OneSided):
     @property
     def _saved(self) -> torch.optim.Optimizer:
         return self.outer
-
-    def _update(self) -> Receipt:
-        # The optimizer makes the local step.
-        return self._apply()
