@@ -181,7 +181,8 @@ class Averager(Freeable):
         self, group: Group, name: str, on_nonfinite: OnNonfinite, wire_dtype: Any
     ) -> None:
         def check() -> dict[str, Any]:
-            _check_threads()
+            if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+                raise InvalidArgumentError(lack_of_threads("callbacks of JAX need"))
             return {
                 "on_nonfinite": check_choice(on_nonfinite),
                 "wire_dtype": check_wire_dtype(wire_dtype),
@@ -387,11 +388,6 @@ def _checksum(leaf: Any) -> int:
     found = hashlib.blake2b(kind, digest_size=8)
     found.update(array.reshape(-1).view(np.uint8).data)
     return int.from_bytes(found.digest(), "big")
-
-
-def _check_threads() -> None:
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise InvalidArgumentError(lack_of_threads("callbacks of JAX need"))
 
 
 def refuse_mapped(name: str, leaves: list[Any]) -> list[Any]:

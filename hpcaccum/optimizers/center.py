@@ -165,7 +165,12 @@ class Center:
     def slot(self, var: Variable, name: str) -> Variable | None:
         """Return a copy of a slot; None before the first update."""
         if self._server.in_parts:
-            return _whole_slot(self._server.ask(var.name), var, name)
+            found = _whole(self._server.ask(var.name), var.name, var.value)
+            _, updates = found.get((var.name, COUNT), ("", None))
+            if (var.name, name) not in found or updates == 0:
+                return None
+            title, value = found[var.name, name]
+            return Variable(value, title, trainable=False)
         if var.name not in self._variables:
             return None
         with self._server.paused():
@@ -228,15 +233,3 @@ def _whole(
                 value = joined([piece for _, piece in found], like.shape)
             whole[key] = name, value
     return whole
-
-
-def _whole_slot(
-    answers: Sequence[Mapping[Key, StatePart]], var: Variable, name: str
-) -> Variable | None:
-    """Return a slot of which servers have parts; None before the first update."""
-    found = _whole(answers, var.name, var.value)
-    _, updates = found.get((var.name, COUNT), ("", None))
-    if (var.name, name) not in found or updates == 0:
-        return None
-    title, value = found[var.name, name]
-    return Variable(value, title, trainable=False)

@@ -63,6 +63,7 @@ class ShardReducer:
         facts: Numbers that must be the same on all ranks in the next updates, by name.
         rates: The learning rates of the next update, one for each group of variables,
             which must be the same on all ranks; None is not known.
+        started: Names of the gradients that were started for the next reduction.
         stale: Whether gradients have been started that shall not be used. Reset by the
             next reduction, which begins anew.
     """
@@ -83,9 +84,9 @@ class ShardReducer:
         self.present, self.left = list(range(group.size)), False
         # Those that have not left, in a group of their own.
         self._current, self._members = group, self.present
-        # Of the next reduction; and the ranks whose gradients the last one used.
-        self._started: set[str] = set()
+        self.started: set[str] = set()
         self.stale = False
+        # The ranks whose gradients the last reduction used.
         self._used: list[int] = []
         self._waited = 0.0
         self._make()
@@ -93,7 +94,7 @@ class ShardReducer:
     def _make(self) -> None:
         """Make what reduces the gradients of the ranks that are present. Collective."""
         group, name = self._current, self._name
-        self._started.clear()
+        self.started.clear()
         self.reducer = Reducer(self._layout, group, name, **self._options)
         self.reducer.advise(NO_MORE_DATA)
         self._rows: RowExchange | None = None
@@ -144,16 +145,12 @@ class ShardReducer:
         """Begin a reduction with one of its gradients; see `Reducer.start`."""
         self.check_present()
         self.reducer.start(name, grad, weight=weight)
-        self._started.add(name)
-
-    def has_started(self, name: str) -> bool:
-        """Whether a gradient was started for the next reduction."""
-        return name in self._started
+        self.started.add(name)
 
     def fail(self, error: Exception) -> NoReturn:
         """Raise an error on every rank, in the place of a reduction. Collective."""
         self.check_present()
-        self._started.clear()
+        self.started.clear()
         self.stale = False
         self.reducer.fail(error)
 
@@ -176,10 +173,10 @@ class ShardReducer:
         self.check_usable()
         self._broken = True
         kind = "MEAN" if parts is None else "SUM"
-        rest = {name: g for name, g in grads.items() if name not in self._started}
-        stale = self.stale or not self._started <= grads.keys()
+        rest = {name: g for name, g in grads.items() if name not in self.started}
+        stale = self.stale or not self.started <= grads.keys()
         stale |= lacks != self._lacking
-        self._started.clear()
+        self.started.clear()
         self.stale = False
         self._used = self.present
         try:

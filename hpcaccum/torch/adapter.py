@@ -225,7 +225,7 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._rule.check_parameters()
+        self._rule._host_options.check()
         self._rule.reclaim()
         self._check_values()
         # Schedulers look for it where they were attached.

@@ -141,7 +141,7 @@ class CrossShard(Adapter):
         if parameter.grad is None:
             # A function has returned None for it.
             return
-        if self._shard.has_started(self._gradients.name_of(parameter)):
+        if self._gradients.names[parameter] in self._shard.started:
             # An error has ended the pass in which it was.
             self._discard()
         # How many rows there are is known when all gradients are.

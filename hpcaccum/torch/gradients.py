@@ -38,31 +38,27 @@ class Gradients:
 
     def __init__(self, parameters: Mapping[str, Any], sparse: Collection[str]) -> None:
         self._parameters, self._sparse = parameters, frozenset(sparse)
-        self._names = {p: name for name, p in parameters.items()}
+        self.names = {p: name for name, p in parameters.items()}
         self._hooks: dict[Any, Any] = {}
 
     def add_hooks(self, call: Callable[[Any], None]) -> None:
         """Have each gradient reported when a backward pass has computed it."""
-        self._hooks = {each: _hook(each, call) for each in self._names}
+        self._hooks = {each: _hook(each, call) for each in self.names}
 
     def remove_hooks(self) -> None:
         """Have no more gradients reported."""
         for hook in self._hooks.values():
             hook.remove()
 
-    def name_of(self, parameter: Any) -> str:
-        """Return the name of a parameter."""
-        return self._names[parameter]
-
     def is_final(self, parameter: Any) -> bool:
         """Whether a gradient that is reported is dense, and no hook comes after."""
         hook = self._hooks[parameter]
         last = next(reversed(hook.hooks_dict_ref()))
-        return self._names[parameter] not in self._sparse and last == hook.id
+        return self.names[parameter] not in self._sparse and last == hook.id
 
     def dense(self, parameter: Any) -> tuple[str, Array]:
         """Return the name and the gradient of a parameter that is not sparse."""
-        name = self._names[parameter]
+        name = self.names[parameter]
         return name, _array(name, parameter.grad)
 
     def found(self) -> dict[str, Gradient]:
