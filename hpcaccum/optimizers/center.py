@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
     from hpcaccum.dtypes import Array
     from hpcaccum.optimizers.base import Optimizer
-    from hpcaccum.optimizers.rule_state import State
-    from hpcaccum.optimizers.snapshot import Key, Parts
+    from hpcaccum.optimizers.snapshot import Key, Parts, State
     from hpcaccum.optimizers.update_rule import Given
     from hpcaccum.server import ParameterServer
 

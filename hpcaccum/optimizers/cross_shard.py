@@ -513,20 +513,6 @@ class CrossShardOptimizer(Wrapper):
         self._check_open()
         self._any_shard().leave()
 
-    def free(self) -> None:
-        """Free it. Collective, of all ranks of a group, also of those that have left.
-
-        If ranks have left, their variables are set to those of the last update. A
-        Variable that one rank passed as ``global_step`` is `global_step` on all ranks;
-        one that did not pass it is found by its name.
-        `center`, `global_step` and `statistics` remain available.
-
-        Raises:
-            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, on all ranks that wait;
-                names the missing ranks. Another call on all ranks does the rest.
-        """
-        super().free()
-
     def _free(self) -> None:
         if self._shard is not None:
             newest = self._shard.finish()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hpcaccum.optimizers.checks import Pairs
-    from hpcaccum.optimizers.rule_state import State
+    from hpcaccum.optimizers.snapshot import State
 
 
 class Updates:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum import metrics
-from hpcaccum.device import all_on_device, to_host
-from hpcaccum.errors import InvalidArgumentError, counted
+from hpcaccum.device import all_on_device
+from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import group_of
 from hpcaccum.optimizers.base import (
     ExchangeKind,
@@ -21,7 +20,7 @@ from hpcaccum.optimizers.base import (
     check_weighed,
     set_global_step,
 )
-from hpcaccum.optimizers.center import Center, FlatRule, flat_rule
+from hpcaccum.optimizers.center import Center, flat_rule
 from hpcaccum.optimizers.checks import (
     capacities,
     check_sparse,
@@ -31,7 +30,7 @@ from hpcaccum.optimizers.checks import (
 )
 from hpcaccum.optimizers.slices import pushed
 from hpcaccum.optimizers.snapshot import set_values
-from hpcaccum.optimizers.start import broadcast, warn_of_wider
+from hpcaccum.optimizers.start import assign, warn_of_wider
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import Wrapper, one_thread
 from hpcaccum.server import (
@@ -54,9 +53,6 @@ if TYPE_CHECKING:
     from hpcaccum.server import Factors, Inbox
 
 logger = logging.getLogger("hpcaccum")
-
-# Gradients that are dropped one after the other before a warning.
-_MANY = 20
 
 
 class OneSidedOptimizer(Wrapper):
@@ -153,8 +149,6 @@ class OneSidedOptimizer(Wrapper):
         self._workers: int = self._options["workers"]
         # The step of this rank's variables, and the first one worth waiting for.
         self._step, self._useful = -1, 0
-        # Gradients of this rank that were dropped one after the other.
-        self._dropped, self._warned = 0, False
 
     def __repr__(self) -> str:
         """Show the options of this strategy and the servers, also those by default."""
@@ -214,8 +208,27 @@ class OneSidedOptimizer(Wrapper):
             warn_of_wider(self.get_name(), variables)
         self._start(variables)
         self._begin_at(counts.get("step", 0))
-        flat = flat_rule(self.outer)
-        server = self._server = self._make_server(variables, flat, counts)
+        if (servers := self._servers) is None:
+            nbytes = sum(var.value.nbytes for var in variables)
+            divisible = self.outer.elementwise and not any(v.sparse for v in variables)
+            servers = spread(self._root, self._group, nbytes, divisible=divisible)
+        least = self._options["min_workers"]
+        place = dataclasses.replace(self._place, servers=servers, min_workers=least)
+        self._place, flat = place, flat_rule(self.outer)
+        if self._group.rank == 0:
+            logger.info("%r", self)
+        server = self._server = ParameterServer(
+            self._group,
+            self._values,
+            self._make_inbox,
+            place,
+            self.get_name(),
+            rule=flat,
+            finish=self._pull_all,
+            elementwise=self.outer.elementwise,
+            capacities=capacities(variables, self._share),
+            **counts,
+        )
         center = self._center = Center(self.outer, flat, server, self._values)
         # Without slots: it computes gradients of these, but updates the center's.
         Optimizer.initialize(self.inner, variables)
@@ -226,36 +239,6 @@ class OneSidedOptimizer(Wrapper):
         self._pull()
         # No rank may train before all have the same variables.
         self._group.allgather(None, what)
-
-    def _make_server(
-        self,
-        variables: list[Variable],
-        flat: FlatRule | None,
-        counts: Mapping[str, Any],
-    ) -> ParameterServer:
-        servers = self._servers
-        if servers is None:
-            nbytes = sum(var.value.nbytes for var in variables)
-            divisible = self.outer.elementwise and not any(v.sparse for v in variables)
-            servers = spread(self._root, self._group, nbytes, divisible=divisible)
-        least = self._options["min_workers"]
-        self._place = dataclasses.replace(
-            self._place, servers=servers, min_workers=least
-        )
-        if self._group.rank == 0:
-            logger.info("%r", self)
-        return ParameterServer(
-            self._group,
-            self._values,
-            self._make_inbox,
-            self._place,
-            self.get_name(),
-            rule=flat,
-            finish=self._pull_all,
-            elementwise=self.outer.elementwise,
-            capacities=capacities(variables, self._share),
-            **counts,
-        )
 
     def _start(self, variables: list[Variable]) -> None:
         super()._start(variables)
@@ -283,8 +266,7 @@ class OneSidedOptimizer(Wrapper):
 
         Args:
             after_update: Called on the host rank with the step after each update; the
-                next one waits for it, so several servers work on one at a time. It may
-                call `snapshot`.
+                next one waits for it. It may call `snapshot`.
 
         Raises:
             InvalidArgumentError: On a rank that trains.
@@ -346,12 +328,11 @@ class OneSidedOptimizer(Wrapper):
     def compute_gradients(
         self, loss: Loss, var_list: Variables | None = None, *args: Any, **kwargs: Any
     ) -> Pairs:
-        """Pull parameters, then compute the gradients with them.
+        """Pull the newest parameters of this node, then compute the gradients.
 
-        The parameters are the newest that this node has. It gets newer ones first if a
-        gradient computed with these would certainly be dropped; only then does this
-        call wait. Within a millisecond after it received parameters that this rank
-        waited for, it does not ask for the step.
+        This call waits only if a gradient computed with these would certainly be
+        dropped: the node gets newer ones first. Within a millisecond after it received
+        parameters that this rank waited for, it does not ask for the step.
 
         Raises:
             InvalidArgumentError, TypeError: On this rank, as
@@ -375,8 +356,8 @@ class OneSidedOptimizer(Wrapper):
     ) -> Receipt:
         """Send the gradients to the host rank; wait as the optimizer promises.
 
-        `AGNOptimizer` and `LocalStepsOptimizer` make a local step; they send, and take
-        the new center, at the end of a period.
+        `AGNOptimizer` and `LocalStepsOptimizer` make a local step; they send at the end
+        of a period.
 
         Args:
             grads_and_vars: Pairs as `compute_gradients` returns them. A variable with
@@ -417,7 +398,7 @@ class OneSidedOptimizer(Wrapper):
         return receipt
 
     def _begin_with(self, variables: list[Variable]) -> None:
-        """Initialize, as the first gradients are those of these variables."""
+        """Initialize before the first gradients, which are those of these variables."""
         self.initialize(variables)
 
     def _drop(self, server: ParameterServer) -> Receipt:
@@ -431,29 +412,10 @@ class OneSidedOptimizer(Wrapper):
         self._after(server, receipt)
         return receipt
 
-    def _metrics(self) -> metrics.Metrics:
-        facts = self.global_step, self.waited, self.statistics()
-        return metrics.Metrics.of(self.get_name(), *facts)
-
-    def _note(self, receipt: Receipt) -> None:
-        """Count a gradient; warn, once, if the last ones were all dropped."""
-        metrics.note(self)
-        self._dropped = 0 if receipt else self._dropped + 1
-        if self._dropped < _MANY or self._warned:
-            return
-        self._warned = True
-        bound = f"staleness={self._max_lag} is the largest lag accepted"
+    def _bound(self) -> str:
         if self._quorum is not None:
-            bound = "a gradient of an earlier step is not accepted"
-        late = f"was {counted(receipt.lag, 'update')} late, and {bound}"
-        logger.warning(
-            "%s: the last %d gradients of rank %d were all dropped, so the data of "
-            "this rank are not in the model; the last gradient %s",
-            self.get_name(),
-            _MANY,
-            self._group.rank,
-            "was not finite" if receipt.nonfinite else late,
-        )
+            return "a gradient of an earlier step is not accepted"
+        return f"staleness={self._max_lag} is the largest lag accepted"
 
     def _after(self, server: ParameterServer, receipt: Receipt) -> None:
         """Pull after a push: wait for its update, or do not wait if it was dropped."""
@@ -516,20 +478,7 @@ class OneSidedOptimizer(Wrapper):
 
     def _assign(self, server: ParameterServer) -> None:
         what, variables = self._call("assign"), check_variables(self._variables)
-
-        def check() -> None:
-            server.check_not_paused("assign()")
-            self.before_assign(self._group.rank == server.source)
-
-        try:
-            self._group.agree(what, check, lambda _: {})
-        except Exception:
-            server.come_back()
-            self._group.allgather(None, what)
-            raise
-        broadcast(self._group, variables, what, server.source)
-        own = variables if server.is_server else []
-        step = server.assign({var.name: np.array(to_host(var.value)) for var in own})
+        step = assign(self._group, server, variables, what, self.before_assign)
         # This node may have older ones.
         self._useful = self._step = step
 
@@ -551,12 +500,11 @@ class OneSidedOptimizer(Wrapper):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[int]:
-        """Suspend updates during the block, to read one step; host rank only.
+        """Suspend updates during the block; on the host rank only. Not collective.
 
         ``with opt.paused() as step:`` waits for the update in progress. `center`,
         `get_slot` and `variables` return the values of ``step`` until the block ends.
-        Meanwhile all ranks wait for their updates, so keep the block short. Not
-        collective.
+        Meanwhile all ranks wait for their updates, so keep the block short.
 
         Raises:
             InvalidArgumentError: On other ranks, which hold no slots. In the block, for
@@ -622,24 +570,6 @@ class OneSidedOptimizer(Wrapper):
                 and may call this again.
         """
         self._open_server().leave()
-
-    # The end
-
-    def free(self) -> None:
-        """Leave, wait until all ranks have left, and pull the final center. Collective.
-
-        Afterwards the variables of all ranks are those of the last update, also on
-        ranks that left early or only served. A Variable that one rank passed as
-        ``global_step`` is `global_step` on all ranks; one that did not pass it is found
-        by its name. `center`, `global_step`, `statistics` and `get_slot` remain
-        available. A dedicated server that has not called `serve` serves until the
-        others have left.
-
-        Raises:
-            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, on all ranks that wait;
-                names the missing ranks. Another call on all ranks does the rest.
-        """
-        super().free()
 
     @property
     def freed(self) -> bool:

@@ -28,15 +28,14 @@ from hpcaccum.optimizers.checks import (
     check_gradient,
 )
 from hpcaccum.optimizers.device_update import Launch, Updates
-from hpcaccum.optimizers.rule_state import State
 from hpcaccum.optimizers.slices import Gradient, apart
-from hpcaccum.optimizers.snapshot import Key, check_state
+from hpcaccum.optimizers.snapshot import Key, State, check_state
 from hpcaccum.optimizers.variable import Variable, is_float
 from hpcaccum.rows import IndexedSlices, Rows, rows_of
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
-    from hpcaccum.optimizers.rule_state import Slots
+    from hpcaccum.optimizers.snapshot import Slots
 
     # Called with pieces of the value, of the gradient and of the slots, with working
     # memory of the same size, and with numbers. The arrays are vectors of one dtype.

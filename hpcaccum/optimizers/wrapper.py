@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from typing import (
     TYPE_CHECKING,
@@ -15,9 +16,10 @@ from typing import (
     overload,
 )
 
+from hpcaccum import metrics
 from hpcaccum.arguments import positive_count
 from hpcaccum.device import all_on_device, release
-from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.errors import InvalidArgumentError, counted
 from hpcaccum.mpi import Freeable
 from hpcaccum.optimizers.base import ExchangeKind, KeptState, Optimizer, set_global_step
 from hpcaccum.optimizers.checks import (
@@ -33,12 +35,17 @@ from hpcaccum.optimizers.variable import Variable, check_name, counter
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from hpcaccum.accumulator import Receipt
+    from hpcaccum.accumulator import Receipt, Tally
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.checks import Loss, Pairs, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.update_rule import Rate
+
+logger = logging.getLogger("hpcaccum")
+
+# Gradients that are dropped one after the other before a warning.
+_MANY = 20
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -106,6 +113,8 @@ class Wrapper(Freeable, Optimizer):
         # Arrays of the variables, by name; empty before `initialize`.
         self._values: dict[str, Array] = {}
         self._begin_at(0)
+        # Gradients of this rank that were dropped one after the other.
+        self._dropped, self._warned = 0, False
         # What was passed as ``global_step``, by name.
         self._steps: dict[str, Variable] = {}
 
@@ -255,6 +264,15 @@ class Wrapper(Freeable, Optimizer):
         """Number of updates so far; after `free`, in total."""
         raise NotImplementedError
 
+    @property
+    def waited(self) -> float:
+        """Seconds that this rank has waited for other ranks."""
+        raise NotImplementedError
+
+    def statistics(self) -> Tally:
+        """Return how many gradients of each rank were accepted and dropped so far."""
+        raise NotImplementedError
+
     def _begin_at(self, step: int) -> None:
         """Set the step with which the training begins, for `every`."""
         # By n, the largest multiple of n for which `every` has returned True, over n.
@@ -292,6 +310,31 @@ class Wrapper(Freeable, Optimizer):
         """Return whether to drop gradients, because they are not finite."""
         grads = ((var.name, grad, var.dtype) for grad, var in pairs)
         return to_drop(self.get_name(), grads, self._options["on_nonfinite"])
+
+    def _metrics(self) -> metrics.Metrics:
+        facts = self.global_step, self.waited, self.statistics()
+        return metrics.Metrics.of(self.get_name(), *facts)
+
+    def _note(self, receipt: Receipt) -> None:
+        """Count a gradient; warn, once, if the last ones were all dropped."""
+        metrics.note(self)
+        self._dropped = 0 if receipt else self._dropped + 1
+        if self._dropped < _MANY or self._warned:
+            return
+        self._warned = True
+        late = f"was {counted(receipt.lag, 'update')} late, and {self._bound()}"
+        logger.warning(
+            "%s: the last %d gradients of rank %d were all dropped, so the data of "
+            "this rank are not in the model; the last gradient %s",
+            self.get_name(),
+            _MANY,
+            self._group.rank,
+            "was not finite" if receipt.nonfinite else late,
+        )
+
+    def _bound(self) -> str:
+        """Return which gradients are accepted."""
+        raise NotImplementedError
 
     def _call(self, name: str) -> str:
         """Return what messages call a collective call of this optimizer."""
@@ -344,6 +387,24 @@ class Wrapper(Freeable, Optimizer):
 
     def _describe(self) -> str:
         return f"optimizer {self.get_name()!r}"
+
+    def free(self) -> None:
+        """Free it. Collective, also of ranks that have left.
+
+        Afterwards the variables of all ranks are those of the last update, also on
+        ranks that left early or only served. A Variable that one rank passed as
+        ``global_step`` is `global_step` on all ranks; one that did not pass it is found
+        by its name. `center`, `global_step`, `statistics` and `get_slot` remain
+        available.
+
+        With a server, it leaves, and waits until all ranks have left. A dedicated
+        server that has not called `serve` serves until the others have left.
+
+        Raises:
+            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, on all ranks that wait;
+                names the missing ranks. Another call on all ranks does the rest.
+        """
+        super().free()
 
     def _free(self) -> None:
         release(self._gradients)
