@@ -12,9 +12,8 @@ that only those who use it need JAX.
 from __future__ import annotations
 
 try:
-    from hpcaccum.jax.averaging import average, mean
+    from hpcaccum.jax.averaging import average, broadcast, mean
     from hpcaccum.jax.one_sided import AGN, DropStale, LocalSteps, SyncReplicas
-    from hpcaccum.jax.start import broadcast
 except ModuleNotFoundError as error:
     raise ImportError(
         f"hpcaccum.jax needs JAX and optax: {error} (pip install 'hpcaccum[jax]')"

@@ -1,4 +1,4 @@
-"""The mean of gradients over the ranks, as an optax transformation."""
+"""Pytrees on all ranks: their mean, also as an optax transformation; broadcasts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ import optax
 from jax.experimental import io_callback
 
 from hpcaccum.accumulator import Tally
-from hpcaccum.arguments import positive_weight
+from hpcaccum.arguments import positive_weight, rank_number
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.jax.structure import Structure, key_data
+from hpcaccum.jax.structure import Structure, is_key, key_data
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import MPI, Freeable, Group, group_of, lack_of_threads
+from hpcaccum.optimizers import Variable, start
 from hpcaccum.optimizers.finite import check_choice, to_drop
 from hpcaccum.optimizers.shard_reducer import ShardReducer, check_wire_dtype
 
@@ -174,19 +175,14 @@ _of_means: dict[tuple[Group, Structure | None], Averager] = {}
 
 
 class Averager(Freeable):
-    """Averages pytrees of one structure. Collective.
-
-    Args:
-        group: The ranks.
-        name: For messages.
-        on_nonfinite, wire_dtype: See `average`.
-    """
+    """Averages pytrees of one structure; see `average`. Collective."""
 
     def __init__(
         self, group: Group, name: str, on_nonfinite: OnNonfinite, wire_dtype: Any
     ) -> None:
         def check() -> dict[str, Any]:
-            _check_threads()
+            if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+                raise InvalidArgumentError(lack_of_threads("callbacks of JAX need"))
             return {
                 "on_nonfinite": check_choice(on_nonfinite),
                 "wire_dtype": check_wire_dtype(wire_dtype),
@@ -227,7 +223,7 @@ class Averager(Freeable):
         arrays, mark = _named_arrays(params), getattr(state, "compared", None)
         # What is no number is an error of the exchange, on all ranks.
         with contextlib.suppress(TypeError, ValueError):
-            weight = jnp.asarray(weight, float)
+            weight = weight if isinstance(weight, bool) else jnp.asarray(weight, float)
         if not isinstance(weight, jax.Array):
             weight = jnp.asarray(jnp.nan)
         leaves = [*leaves, weight, *arrays.values()]
@@ -306,11 +302,7 @@ class Averager(Freeable):
         self._shard.fail(problem)
 
     def _compare(self, names: tuple[str, ...], *leaves: Any) -> list[Array]:
-        """Reduce, and compare parameters on all ranks.
-
-        Returns:
-            The new mark of the state, and what `_reduce` returns.
-        """
+        """Return the new mark of the state, and the means; compare parameters."""
         assert self._shard is not None
         count, before = len(leaves) - len(names), self._shard.step
         sums = map(_checksum, leaves[count:])
@@ -324,10 +316,7 @@ class Averager(Freeable):
         return [mark, *means]
 
     def _reduce(self, *leaves: Any) -> list[Array]:
-        """Return the means of arrays, in memory that nothing else uses.
-
-        The last one is the weight.
-        """
+        """Return the means of arrays, in new memory; the last one is the weight."""
         assert self._structure is not None
         assert self._shard is not None
         *given, weight = map(np.asarray, leaves)
@@ -382,10 +371,7 @@ def _call(
 
 
 def _named_arrays(params: Any) -> dict[str, Any]:
-    """Return the arrays of a pytree, by what messages call them.
-
-    Other leaves, such as functions, are the parameters of no rule.
-    """
+    """Return the arrays of a pytree, without other leaves, by names for messages."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
     return {
         f"leaf {jax.tree_util.keystr(path)} of params (compared by checksum; "
@@ -402,11 +388,6 @@ def _checksum(leaf: Any) -> int:
     found = hashlib.blake2b(kind, digest_size=8)
     found.update(array.reshape(-1).view(np.uint8).data)
     return int.from_bytes(found.digest(), "big")
-
-
-def _check_threads() -> None:
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise InvalidArgumentError(lack_of_threads("callbacks of JAX need"))
 
 
 def refuse_mapped(name: str, leaves: list[Any]) -> list[Any]:
@@ -441,3 +422,60 @@ def _axes() -> tuple[Any, ...]:
         return found
     # The axes of pmap, which is implemented by shard_map only since JAX 0.8.
     return found + tuple(get_axis_env().axis_sizes)
+
+
+# Broadcasts
+
+
+def broadcast(
+    tree: Any, comm: mpi4py_MPI.Comm | Group | None = None, root: int = 0
+) -> Any:
+    """Return the pytree of one rank on all ranks. Collective.
+
+    For parameters, and states of rules: ``params = broadcast(params)``.
+
+    Args:
+        tree: A pytree of arrays and numbers of any dtypes, of the same structure,
+            shapes and dtypes on all ranks. Only the values of the root are used.
+        comm: Communicator of the ranks; COMM_WORLD by default.
+        root: The rank that has the values.
+
+    Returns:
+        New arrays, on the devices of those that this rank passed.
+
+    Raises:
+        TypeError, InvalidArgumentError, DisagreementError: On every rank, if a leaf is
+            no array and no number, ranks pass different structures, shapes, dtypes or
+            roots, or `jax.jit` traces the call.
+    """
+    group = group_of(comm)
+    leaves, nesting = jax.tree_util.tree_flatten(tree)
+
+    def check() -> tuple[list[Array], dict[str, Any]]:
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            raise InvalidArgumentError("the call cannot be inside of jax.jit")
+        structure = Structure.of(tree)
+        arrays = [np.array(key_data(leaf), order="C") for leaf in leaves]
+        # A number of Python has more bits than what JAX makes of it.
+        dtypes = {
+            f"bytes of {n}": x.dtype
+            for n, x in zip(structure.names, arrays, strict=True)
+        }
+        rank = rank_number(root, group.size, "root")
+        return arrays, {**structure.facts(), **dtypes, "root": rank}
+
+    name = "hpcaccum.jax.broadcast"
+    arrays, _ = group.agree(name, check, lambda checked: checked[1])
+    bytes_ = [array.reshape(-1).view(np.uint8) for array in arrays]
+    start.broadcast(group, [Variable(each, "a leaf") for each in bytes_], name, root)
+    return jax.tree_util.tree_unflatten(nesting, map(_like, leaves, arrays))
+
+
+def _like(leaf: Any, array: Array) -> Any:
+    """Return an array as what a leaf is, and where it is."""
+    if is_key(leaf):
+        keys = jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
+        return jax.device_put(keys, leaf.sharding)
+    if isinstance(leaf, jax.Array):
+        return jax.device_put(array, leaf.sharding)
+    return array if isinstance(leaf, np.ndarray) else type(leaf)(array[()])

@@ -53,13 +53,7 @@ class OneSided(Freeable):
         params: A pytree of float arrays, of the same structure on all ranks.
         strategy: The options that only this strategy has, by name.
         comm: Communicator of the ranks; COMM_WORLD by default.
-        host: The rank that holds the parameters.
-        dedicated: Whether the host rank only serves; it then calls `serve`.
-        min_workers: Fewest ranks that go on after others are lost; if fewer remain, all
-            raise LostRankError.
-        on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
-            sends them, "drop" drops all gradients of the `push` on this rank, "raise"
-            raises InvalidArgumentError on this rank.
+        host, dedicated, on_nonfinite, min_workers: See `OneSidedOptimizer`.
         extra: Arguments of the rule's ``update`` that `push` passes by name, such as
             ``{"value": 0.0}`` for the loss: floats, or pytrees of float arrays, of
             which only shapes and dtypes are used. They are sent, averaged and dropped
@@ -70,6 +64,9 @@ class OneSided(Freeable):
     Raises:
         TypeError, InvalidArgumentError, DisagreementError: On every rank.
     """
+
+    # The optimizer of hpcaccum that has this strategy.
+    _strategy: Callable[..., OneSidedOptimizer]
 
     def __init__(
         self,
@@ -113,7 +110,7 @@ class OneSided(Freeable):
 
     def _make(self, rule: OptaxRule, options: dict[str, Any]) -> OneSidedOptimizer:
         """Return the optimizer that exchanges the gradients. Collective."""
-        raise NotImplementedError
+        return self._strategy(rule, **options)
 
     def _start(self, group: Group, host: int, snapshot: Any) -> None:
         """Set all ranks' variables to those of the host, or of its snapshot."""
@@ -268,6 +265,8 @@ class DropStale(OneSided):
         lateness: Factor of a gradient by its lag: "inverse", or a callable.
     """
 
+    _strategy = DropStaleGradientOptimizer
+
     def __init__(
         self,
         optax_rule: Any,
@@ -279,9 +278,6 @@ class DropStale(OneSided):
     ) -> None:
         strategy = {"staleness": staleness, "lateness": lateness}
         super().__init__(optax_rule, params, strategy, **options)
-
-    def _make(self, rule: OptaxRule, options: dict[str, Any]) -> OneSidedOptimizer:
-        return DropStaleGradientOptimizer(rule, **options)
 
 
 class SyncReplicas(OneSided):
@@ -295,6 +291,8 @@ class SyncReplicas(OneSided):
             that of `SyncReplicasOptimizer`.
     """
 
+    _strategy = SyncReplicasOptimizer
+
     def __init__(
         self,
         optax_rule: Any,
@@ -304,9 +302,6 @@ class SyncReplicas(OneSided):
     ) -> None:
         strategy = {"replicas_to_aggregate": replicas_to_aggregate}
         super().__init__(optax_rule, params, strategy, **options)
-
-    def _make(self, rule: OptaxRule, options: dict[str, Any]) -> OneSidedOptimizer:
-        return SyncReplicasOptimizer(rule, **options)
 
 
 class AGN(OneSided):
@@ -321,6 +316,8 @@ class AGN(OneSided):
         communication_period: T, at least 1.
     """
 
+    _strategy = AGNOptimizer
+
     def __init__(
         self,
         optax_rule: Any,
@@ -330,9 +327,6 @@ class AGN(OneSided):
     ) -> None:
         strategy = {"communication_period": communication_period}
         super().__init__(optax_rule, params, strategy, **options)
-
-    def _make(self, rule: OptaxRule, options: dict[str, Any]) -> OneSidedOptimizer:
-        return AGNOptimizer(rule, **options)
 
 
 class LocalSteps(OneSided):

@@ -22,13 +22,10 @@ if TYPE_CHECKING:
 
 
 class _Keys:
-    """The random keys in a state, of which NumPy and checkpoints have only the data.
-
-    Attributes:
-        kinds: Of each leaf of the state, what its key is; None if it is no key.
-    """
+    """The random keys in a state, of which NumPy and checkpoints have only the data."""
 
     def __init__(self) -> None:
+        # Of each leaf of the state, what its key is; None if it is no key.
         self.kinds: list[Any] = []
 
     def replaced(self, state: Any) -> Any:
@@ -58,19 +55,10 @@ class OptaxRule(Optimizer):
     It is not `elementwise`: a rule may combine leaves, such as a clipping by the global
     norm.
 
-    Args:
-        rule: A GradientTransformation.
+    Attributes:
         structure: Of the parameters. It has the names of the variables.
         extra: Of the other arguments of the rule's ``update``, which are the gradients
             of the last variables. These variables are not updated.
-        name: As in `Optimizer`.
-
-    Attributes:
-        structure, extra: As given.
-
-    Raises:
-        TypeError: If ``rule`` is not a GradientTransformation.
-        InvalidArgumentError: If the rule cannot update such parameters.
     """
 
     __slots__ = ("_init", "_kept", "_states", "_update", "extra", "structure")

@@ -16,7 +16,7 @@ from hpcaccum.optimizers.local_steps import LocalSteps
 from hpcaccum.optimizers.slices import add_slices, apart, copied_rows
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.rows import IndexedSlices, Rows, merged, union_size
-from hpcaccum.server import BoundedStalenessInbox, ServerOptions, gradients_by_name
+from hpcaccum.server import ServerOptions, gradients_by_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.checks import Pairs, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.slices import Gradient
-    from hpcaccum.rows import RowPlace
-    from hpcaccum.server import Inbox, ParameterServer, Servers
+    from hpcaccum.server import ParameterServer, Servers
 
 
 class UnknownVariableError(InvalidArgumentError, KeyError):
@@ -190,21 +189,6 @@ class AGNOptimizer(LocalSteps):
         # The sums of sparse variables.
         self._rows = SummedRows([], self._period)
 
-    def _make_inbox(
-        self, size: int, dtype: np.dtype[Any], rows: Sequence[RowPlace]
-    ) -> Inbox:
-        return BoundedStalenessInbox(
-            self._group,
-            self._root,
-            size,
-            dtype,
-            workers=self._workers,
-            what=self.get_name(),
-        )
-
-    def _bound(self) -> str:
-        return "none is too late"
-
     def initialize(self, var_list: Variables | None = None) -> None:
         """Set the center and all ranks' variables to the host rank's. Collective.
 
@@ -241,19 +225,19 @@ class AGNOptimizer(LocalSteps):
         self._check_registered(variables)
         super()._check_known(variables)
 
-    def _first_variables(self, variables: list[Variable]) -> list[Variable] | None:
+    def _begin_with(self, variables: list[Variable]) -> None:
         self._check_registered(variables)
-        return variables if self._getter is None else None
+        self.initialize(variables if self._getter is None else None)
 
     def _step_locally(self, server: ParameterServer, pairs: Pairs) -> None:
         rows = copied_rows(pairs, self._rows.dtype)
         self._rows.check(rows)
         grads = {n: g for n, g in gradients_by_name(pairs).items() if n not in rows}
         # The sums need them as they are now.
-        arrays = apart(grads, [var.value for _, var in pairs])
+        arrays = apart(list(grads.values()), [var.value for _, var in pairs])
         self.inner.apply_gradients(pairs)
         # On a device, plain CuPy expressions: a kernel would move as many bytes.
-        self._add(self._places(server), arrays)
+        self._add(self._places(server), dict(zip(grads, arrays, strict=True)))
         self._rows.add(rows)
 
     def _add(self, sums: Mapping[str, Array], grads: Mapping[str, Gradient]) -> None:
@@ -304,7 +288,7 @@ class AGNOptimizer(LocalSteps):
             self.initialize()
             self._pull_all()
             self._summed.clear()
-            self._rows.clear_all()
+            self._rows.clear()
 
         return init
 
@@ -344,15 +328,9 @@ class SummedRows:
     """Sums of the gradients of sparse variables, which have rows only.
 
     Gradients are kept until a sum is wanted: to add them one by one would take time for
-    all rows of the sum with each of them.
-
-    Args:
-        variables: All variables.
-        number: How many gradients a sum usually has. It may have more of them, with
-            ``number * capacity`` different rows at most.
-
-    Attributes:
-        dtype: Of the sums: that in which a server gets the gradients of the variables.
+    all rows of the sum with each of them. A sum usually has ``number`` gradients. It
+    may have more of them, with ``number * capacity`` different rows at most. Its dtype
+    is that in which a server gets gradients.
     """
 
     def __init__(self, variables: Sequence[Variable], number: int) -> None:
@@ -390,11 +368,7 @@ class SummedRows:
             for name, total in sums.items()
         }
 
-    def clear(self, names: Iterable[str]) -> None:
-        """Remove all gradients of some sparse variables."""
-        for name in names:
+    def clear(self, names: Iterable[str] | None = None) -> None:
+        """Remove all gradients of all, or of some, sparse variables."""
+        for name in self._parts if names is None else names:
             self._parts[name].clear()
-
-    def clear_all(self) -> None:
-        """Remove all gradients."""
-        self.clear(self._parts)

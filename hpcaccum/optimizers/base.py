@@ -15,7 +15,6 @@ from hpcaccum.arguments import positive_weight
 from hpcaccum.device import library
 from hpcaccum.dtypes import Array, accumulation_dtype
 from hpcaccum.optimizers.checks import (
-    KeptLoss,
     Loss,
     Pairs,
     PairsLike,
@@ -26,7 +25,6 @@ from hpcaccum.optimizers.checks import (
     check_gradient,
     check_loss,
     check_loss_result,
-    check_name,
     check_pairs,
     check_variables,
 )
@@ -40,7 +38,7 @@ from hpcaccum.optimizers.snapshot import (
     set_values,
     snapshot_of,
 )
-from hpcaccum.optimizers.variable import Variable, is_float
+from hpcaccum.optimizers.variable import Variable, check_name, is_float
 from hpcaccum.rows import IndexedSlices
 from hpcaccum.spans import traced
 
@@ -186,19 +184,27 @@ class Optimizer(abc.ABC):
         # Alone, a rank that raises is waited for; `apply_gradients` raises on all.
         if self.exchange is not ExchangeKind.COLLECTIVE:
             check_global_step(global_step)
-        kept = KeptLoss(loss) if callable(loss) else loss
+        # What it has returned last.
+        results: list[Any] = [None]
+
+        def kept() -> Any:
+            results[0] = loss()
+            return results[0]
+
         pairs = self.compute_gradients(
-            kept,
+            kept if callable(loss) else loss,
             var_list,
             gate_gradients=gate_gradients,
             aggregation_method=aggregation_method,
             colocate_gradients_with_ops=colocate_gradients_with_ops,
             grad_loss=grad_loss,
         )
-        more: dict[str, Any] = {} if weight == 1 else {"weight": weight}
+        # A local optimizer has no weight, and True is none.
+        usual = type(weight) in (int, float) and weight == 1
+        more: dict[str, Any] = {} if usual else {"weight": weight}
         result = self.apply_gradients(pairs, global_step, name, **more)
         if isinstance(result, Receipt):
-            return dataclasses.replace(result, loss=kept.value)
+            return dataclasses.replace(result, loss=results[0] and results[0][0])
         return result
 
     def get_name(self) -> str:
@@ -255,25 +261,18 @@ class Optimizer(abc.ABC):
     # The contract with wrappers and adapters, besides the interface above: the next
     # five. For an optimizer of the user, the defaults are right.
 
-    # Gives the center the options of the host. If None, each server updates with those
-    # of its own rank.
+    # The options of the host for the center; None: each server uses those of its rank.
     _host_options: HostOptions | None = None
 
     @property
     def elementwise(self) -> bool:
-        """Whether an update changes each element independently of the others.
-
-        If a `Rule` is elementwise, a server may divide its updates among ranks at any
-        element.
-        """
+        """Whether an update changes each element independently of the others."""
         return False
 
     def _needs_for_rows(self) -> str | None:
-        """Return what it lacks to be one whose updates surely change few rows.
+        """Return what it lacks to change only the rows of an `IndexedSlices`; or None.
 
-        None if an update with an `IndexedSlices` changes no other rows than those of
-        this gradient, neither of the variable nor of its state. Only then can ranks
-        copy the rows of gradients instead of the whole variable.
+        Only then can ranks copy these rows instead of the whole variable.
         """
         return f"an inner optimizer that is a rule of hpcaccum, not {self!r}"
 
@@ -300,17 +299,7 @@ class HostOptions(Protocol):
 
 
 class KeptState:
-    """The state that an optimizer keeps of some variables, as snapshots have it.
-
-    Here it consists of the slots that the optimizer shows.
-
-    Args:
-        optimizer: Keeps the state.
-        variables: Those of which it is the state.
-
-    Attributes:
-        variables: As given.
-    """
+    """The state that an optimizer keeps of some variables: here, the slots it shows."""
 
     def __init__(self, optimizer: Optimizer, variables: list[Variable]) -> None:
         self._optimizer, self.variables = optimizer, variables

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from hpcaccum.optimizers.snapshot import COUNT, plain, snapshot_of
 from hpcaccum.optimizers.update_rule import Rule
@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
     from hpcaccum.dtypes import Array
     from hpcaccum.optimizers.base import Optimizer
-    from hpcaccum.optimizers.rule_state import State
-    from hpcaccum.optimizers.snapshot import Key, Parts
+    from hpcaccum.optimizers.snapshot import Key, Parts, State
     from hpcaccum.optimizers.update_rule import Given
     from hpcaccum.server import ParameterServer
 
@@ -23,28 +22,12 @@ if TYPE_CHECKING:
 StatePart = tuple[str, Any]
 
 
-class ChangedOptions(NamedTuple):
-    """What the host sends to all servers when its options have changed.
-
-    Attributes:
-        changed: As `HostOptions.changed` returns them.
-    """
-
-    changed: Sequence[Any]
-
-
 class FlatRule:
-    """The updates of a `Rule`, for a server that divides them among ranks.
-
-    Args:
-        rule: Makes the updates.
-
-    Attributes:
-        slots: Name to initial value of its slots.
-    """
+    """The updates of a `Rule`, for a server that divides them among ranks."""
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
+        # Names to initial values.
         self.slots: Mapping[str, float] = rule._slots()
         # On the rank that counts updates.
         self._states: Sequence[State] = ()
@@ -54,9 +37,7 @@ class FlatRule:
     ) -> None:
         """Let the rule keep its slots in given arrays."""
         self._states = [
-            self._rule._states.make(
-                var, {slot: slots[slot][var.name] for slot in slots}
-            )
+            self._rule._state(var, {slot: slots[slot][var.name] for slot in slots})
             for var in variables
         ]
 
@@ -66,11 +47,7 @@ class FlatRule:
             state.move_slots()
 
     def numbers(self) -> tuple[float, ...] | None:
-        """Return the numbers of the next update of all variables.
-
-        Returns:
-            None if the variables have had different numbers of updates.
-        """
+        """Return the numbers of the next update; None if they differ by variable."""
         earlier = {state.updates for state in self._states}
         if len(earlier) != 1:
             return None
@@ -116,13 +93,9 @@ def flat_rule(optimizer: Optimizer) -> FlatRule | None:
 class Center:
     """The variables of a parameter server, and the state that an optimizer keeps.
 
-    On ranks that are no servers it is empty.
-
-    Args:
-        inner: Makes the updates.
-        flat: Its updates as those of a vector, which the server may call instead.
-        server: Has the parameters.
-        values: All variables of this rank, by name.
+    On ranks that are no servers it is empty. ``flat`` has the updates of ``inner`` as
+    those of a vector, if the server may call it instead; ``values`` are all variables
+    of this rank.
     """
 
     def __init__(
@@ -173,14 +146,14 @@ class Center:
             return self._flat.rate()
         options = self._inner._host_options
         if options is not None and (changed := options.changed()):
-            self._server.ask(ChangedOptions(changed))
+            self._server.ask(list(changed))
         return None
 
-    def _answer(self, question: str | ChangedOptions | None) -> dict[Key, StatePart]:
-        """Return the state of a variable, or of all that this server has."""
-        if isinstance(question, ChangedOptions):
+    def _answer(self, question: str | list[Any] | None) -> dict[Key, StatePart]:
+        """Return the state of a variable, or of all; or use the host's options."""
+        if isinstance(question, list):
             assert self._inner._host_options is not None
-            self._inner._host_options.use(question.changed)
+            self._inner._host_options.use(question)
             return {}
         variables = self._variables.values()
         wanted = [var for var in variables if question in (None, var.name)]
@@ -191,7 +164,12 @@ class Center:
     def slot(self, var: Variable, name: str) -> Variable | None:
         """Return a copy of a slot; None before the first update."""
         if self._server.in_parts:
-            return _whole_slot(self._server.ask(var.name), var, name)
+            found = _whole(self._server.ask(var.name), var.name, var.value)
+            _, updates = found.get((var.name, COUNT), ("", None))
+            if (var.name, name) not in found or updates == 0:
+                return None
+            title, value = found[var.name, name]
+            return Variable(value, title, trainable=False)
         if var.name not in self._variables:
             return None
         with self._server.paused():
@@ -254,15 +232,3 @@ def _whole(
                 value = joined([piece for _, piece in found], like.shape)
             whole[key] = name, value
     return whole
-
-
-def _whole_slot(
-    answers: Sequence[Mapping[Key, StatePart]], var: Variable, name: str
-) -> Variable | None:
-    """Return a slot of which servers have parts; None before the first update."""
-    found = _whole(answers, var.name, var.value)
-    _, updates = found.get((var.name, COUNT), ("", None))
-    if (var.name, name) not in found or updates == 0:
-        return None
-    title, value = found[var.name, name]
-    return Variable(value, title, trainable=False)

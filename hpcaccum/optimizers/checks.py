@@ -26,13 +26,6 @@ Variables = Iterable[Variable]
 Loss = Callable[[], tuple[Any, Sequence[GradientLike] | Mapping[str, GradientLike]]]
 
 
-def check_name(name: Any) -> str:
-    """Return a name; raise TypeError unless it is a string that is not empty."""
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"name must be a non-empty string, got {name!r}")
-    return name
-
-
 # Variables
 
 
@@ -139,13 +132,6 @@ def check_pairs(grads_and_vars: PairsLike) -> Pairs:
     ]
 
 
-def check_gradients(
-    pairs: Iterable[tuple[Any, Variable]],
-) -> list[tuple[Gradient, Variable]]:
-    """Return pairs, of which no gradient is None, after `check_gradient`."""
-    return [(check_gradient(grad, variable), variable) for grad, variable in pairs]
-
-
 def as_pairs(grads_and_vars: PairsLike) -> list[tuple[Any, Variable]]:
     """Return gradients and variables as a list of pairs. Gradients are not checked."""
     if not isinstance(grads_and_vars, Iterable):
@@ -202,28 +188,6 @@ def check_loss(loss: Any) -> Loss:
             f"got {type(loss).__name__}"
         )
     return loss  # type: ignore[no-any-return]
-
-
-class KeptLoss:
-    """A loss that keeps what it returned last.
-
-    Args:
-        loss: Callable without arguments.
-    """
-
-    def __init__(self, loss: Loss) -> None:
-        self._loss = loss
-        self._result: Any = None
-
-    def __call__(self) -> Any:
-        """Call the loss."""
-        self._result = self._loss()
-        return self._result
-
-    @property
-    def value(self) -> Any:
-        """The value that it returned last; None if it was not called."""
-        return self._result and self._result[0]
 
 
 def check_loss_result(result: Any, variables: list[Variable]) -> list[Any]:

@@ -26,14 +26,14 @@ from hpcaccum.optimizers.shard_reducer import (
     row_formats,
 )
 from hpcaccum.optimizers.slices import exchanged, with_sums
-from hpcaccum.optimizers.snapshot import counts_of, set_values
+from hpcaccum.optimizers.snapshot import set_values
 from hpcaccum.optimizers.start import broadcast, compare, signature, warn_of_wider
 from hpcaccum.optimizers.update_rule import finite
 from hpcaccum.optimizers.wrapper import Wrapper, one_thread
 from hpcaccum.reducer import RAISE, check_schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
 
     from mpi4py import MPI as mpi4py_MPI
 
@@ -184,7 +184,11 @@ class CrossShardOptimizer(Wrapper):
                 self._check_known(check_variables(var_list))
             return
         variables = self._agree_on(var_list)
-        self._share_values(variables)
+        what = self._call("initialize")
+        if self._options["sync"]:
+            broadcast(self._group, variables, what)
+        else:
+            compare(self._group, variables, self._ranks, what)
         if self._ranks[self._group.rank] == 0:
             dense = [var for var in variables if not var.sparse]
             warn_of_wider(self.get_name(), dense)
@@ -209,6 +213,11 @@ class CrossShardOptimizer(Wrapper):
             self._check_open()
             self._shard.check_present()
         return self._any_shard()
+
+    def _check_start(self, var_list: Variables | None) -> list[Variable]:
+        if self._shard is not None:
+            self._shard.check_present()
+        return super()._check_start(var_list)
 
     def _agree_on(self, var_list: Variables | None) -> list[Variable]:
         """Return the variables, which are alike on all ranks. Collective."""
@@ -236,14 +245,6 @@ class CrossShardOptimizer(Wrapper):
             },
         )
         return variables
-
-    def _share_values(self, variables: list[Variable]) -> None:
-        """Broadcast the values of the variables, or compare them. Collective."""
-        what = self._call("initialize")
-        if self._options["sync"]:
-            broadcast(self._group, variables, what)
-        else:
-            compare(self._group, variables, self._ranks, what)
 
     def _fail(self, error: Exception) -> NoReturn:
         """Raise an error on every rank, while the others exchange. Collective."""
@@ -414,9 +415,8 @@ class CrossShardOptimizer(Wrapper):
         """
         return self._any_shard().tally()
 
-    def _reader(self) -> Callable[[Sequence[str]], list[Array]]:
-        self._any_shard()
-        return lambda names: [np.array(to_host(self._values[name])) for name in names]
+    def _read(self, names: Sequence[str]) -> list[Array]:
+        return [np.array(to_host(self._values[name])) for name in names]
 
     def snapshot(self) -> dict[str, Any]:
         """Return copies of the variables and of their state. Not collective.
@@ -442,25 +442,13 @@ class CrossShardOptimizer(Wrapper):
             TypeError, InvalidArgumentError, DisagreementError: On every rank, if the
                 snapshot does not fit, or variables differ.
         """
-        self._check_open()
         what, first = self._call("restore"), self._group.rank == 0
-
-        def check() -> tuple[list[Variable], Mapping[str, Any]]:
-            wanted = self._variables if var_list is None else listed(var_list)
-            variables = self._check_start(wanted)
-            if self._shard is not None:
-                self._shard.check_present()
-                self._check_known(variables)
-            if not first:
-                return variables, {}
-            self._kept_state(variables).check(snapshot)
-            return variables, counts_of(snapshot)
-
-        variables, counts = self._group.agree(
-            what,
-            check,
-            lambda checked: {
-                "variables": signature(checked[0]),
+        variables, counts = self._agree_on_snapshot(
+            snapshot,
+            var_list,
+            first,
+            lambda variables: {
+                "variables": signature(variables),
                 "number of broadcasts": self._group.broadcasts,
             },
         )
@@ -472,7 +460,7 @@ class CrossShardOptimizer(Wrapper):
         self._share_state(variables, snapshot, what)
         shard = self._any_shard()
         shard.renew(what)
-        shard.begin(**self._group.allgather(counts, what)[0])
+        shard.begin(**counts[0])
         self._begin_at(shard.step)
 
     def _share_state(self, variables: list[Variable], snapshot: Any, what: str) -> None:
@@ -524,20 +512,6 @@ class CrossShardOptimizer(Wrapper):
         """
         self._check_open()
         self._any_shard().leave()
-
-    def free(self) -> None:
-        """Free it. Collective, of all ranks of a group, also of those that have left.
-
-        If ranks have left, their variables are set to those of the last update. A
-        Variable that one rank passed as ``global_step`` is `global_step` on all ranks;
-        one that did not pass it is found by its name.
-        `center`, `global_step` and `statistics` remain available.
-
-        Raises:
-            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, on all ranks that wait;
-                names the missing ranks. Another call on all ranks does the rest.
-        """
-        super().free()
 
     def _free(self) -> None:
         if self._shard is not None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hpcaccum.optimizers.checks import Pairs
-    from hpcaccum.optimizers.rule_state import State
+    from hpcaccum.optimizers.snapshot import State
 
 
 class Updates:
@@ -52,18 +52,13 @@ class Updates:
 
 
 class Launch(NamedTuple):
-    """An update of variables by gradients at certain addresses; may be repeated.
-
-    Attributes:
-        states: Those of the variables.
-        groups: The variables, by dtype.
-        gradients: The table of the gradients of each group.
-        copies: Gradients that are copies, made for this launch alone.
-    """
+    """An update of variables by gradients at certain addresses; may be repeated."""
 
     states: Sequence[State]
     groups: list[_Group]
+    # The table of the gradients of each group.
     gradients: list[Any]
+    # Gradients that are copies, made for this launch alone.
     copies: list[Any]
 
     def run(self, numbers: Callable[[int], tuple[float, ...]]) -> None:
@@ -75,20 +70,15 @@ class Launch(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Variables of one dtype, which one launch updates.
-
-    Attributes:
-        kernel: The compiled kernel.
-        members: Their indices in the plan.
-        wide: Dtype of the arithmetic and of the slots.
-        variables: On the device; a row of 4 int64 for each: address of the value, of
-            slot 0 and slot 1, number of elements.
-        chunks: Pieces of the variables.
-    """
+    """Variables of one dtype, which one launch updates."""
 
     kernel: Any
+    # Their indices in the plan.
     members: list[int]
+    # Of the arithmetic and of the slots.
     wide: np.dtype[Any]
+    # On the device; a row of 4 int64 for each: address of the value, of slot 0 and
+    # slot 1, number of elements.
     variables: Any
     chunks: tables.Chunks
 
@@ -135,15 +125,12 @@ class _Plan:
 
 
 class _Located(NamedTuple):
-    """Gradients at certain addresses.
+    """Gradients at certain addresses."""
 
-    Attributes:
-        copied: Indices of those that must be copied; if any, there are no tables.
-        tables: On the device, for each group; a row of 2 int64 for each variable:
-            address and kind of dtype.
-    """
-
+    # Indices of those that must be copied; if any, there are no tables.
     copied: list[int]
+    # On the device, for each group; a row of 2 int64 for each variable: address and
+    # kind of dtype.
     tables: list[Any]
 
 

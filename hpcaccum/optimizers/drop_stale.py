@@ -6,20 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 from hpcaccum.arguments import integer
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
-from hpcaccum.server import BoundedStalenessInbox, ServerOptions, factors_of
+from hpcaccum.server import ServerOptions, factors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy as np
     from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.base import Optimizer
     from hpcaccum.optimizers.checks import Loss, Pairs, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
-    from hpcaccum.rows import RowPlace
-    from hpcaccum.server import Inbox, Lateness, ParameterServer, Servers
+    from hpcaccum.server import Lateness, ParameterServer, Servers
 
 
 class DropStaleGradientOptimizer(OneSidedOptimizer):
@@ -80,22 +76,10 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
             check,
             ServerOptions(comm, host, dedicated, servers, on_nonfinite, min_workers),
         )
+        self._max_lag = self._options["staleness"]
+        self._factors = self._options["lateness"]
         # The step of the parameters in the last compute_gradients; None before it.
         self._computed_at: int | None = None
-
-    def _make_inbox(
-        self, size: int, dtype: np.dtype[Any], rows: Sequence[RowPlace]
-    ) -> Inbox:
-        return BoundedStalenessInbox(
-            self._group,
-            self._root,
-            size,
-            dtype,
-            max_lag=self._options["staleness"],
-            workers=self._workers,
-            factors=self._options["lateness"],
-            what=self.get_name(),
-        )
 
     def compute_gradients(
         self, loss: Loss, var_list: Variables | None = None, *args: Any, **kwargs: Any
@@ -116,9 +100,6 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
     @property
     def _local_step(self) -> int:
         return self._step if self._computed_at is None else self._computed_at
-
-    def _bound(self) -> str:
-        return f"staleness={self._options['staleness']} is the largest lag accepted"
 
     @property
     def stale_counter(self) -> int:

@@ -62,10 +62,7 @@ def to_drop(
 
 
 def _largest_on_device(grads: Sequence[Gradient]) -> dict[int, float]:
-    """Return the largest absolute values of the gradients on a device, by index.
-
-    One copy from the device for all.
-    """
+    """Return the largest values of gradients on a device, by index, in one copy."""
     arrays = [g.values if isinstance(g, IndexedSlices) else g for g in grads]
     there = [i for i, array in enumerate(arrays) if is_device(array)]
     return dict(zip(there, largest([arrays[i] for i in there]), strict=True))
@@ -78,17 +75,13 @@ def _is_finite(grad: Gradient, dtype: np.dtype[Any], top: float | None) -> bool:
         # No sum of rows is larger. False if there is a NaN.
         if bound * len(grad.indices) <= _limit(dtype):
             return True
-        return _has_finite_sums(grad, dtype)
+        # Repeated rows are added.
+        return bool(np.isfinite(rows_of(grad, dtype).values).all())
     if top is not None or not np.can_cast(grad.dtype, dtype):
         return (_largest(grad) if top is None else top) <= _limit(dtype)
     # One pass, without new memory. A sum is finite only if all terms are; if it is
     # not, finite terms may have overflowed.
     return bool(np.isfinite(grad.sum())) or bool(np.isfinite(grad).all())
-
-
-def _has_finite_sums(grad: IndexedSlices, dtype: np.dtype[Any]) -> bool:
-    """Return whether a gradient is finite after its repeated rows are added."""
-    return bool(np.isfinite(rows_of(grad, dtype).values).all())
 
 
 @functools.cache

@@ -12,41 +12,30 @@ from hpcaccum.arguments import integer, positive_count
 from hpcaccum.device import all_on_device, copyto, cupy, release
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.optimizers.base import Optimizer, check_weighed, set_global_step
+from hpcaccum.optimizers.base import Optimizer
 from hpcaccum.optimizers.checks import check_sparse
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 from hpcaccum.optimizers.wrapper import check_inner, one_thread
-from hpcaccum.server import (
-    BoundedStalenessInbox,
-    QuorumInbox,
-    ServerOptions,
-    factors_of,
-)
+from hpcaccum.server import ServerOptions, factors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
-    from hpcaccum.optimizers.checks import Loss, Pairs, PairsLike, Variables
+    from hpcaccum.optimizers.checks import Loss, Pairs, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.variable import Variable
-    from hpcaccum.rows import RowPlace
-    from hpcaccum.server import Inbox, Lateness, ParameterServer, Servers
+    from hpcaccum.server import Lateness, ParameterServer, Servers
 
 
 class LocalSteps(OneSidedOptimizer):
     """An optimizer whose ranks make local steps and push once a period. Collective.
 
-    `inner` makes the local steps, on the variables of its rank. Subclasses say what is
-    pushed.
-
-    Args:
-        inner: Makes the local steps.
-        outer: Makes the updates of the center; None for ``inner``.
-        name, check, options: As for `OneSidedOptimizer`.
+    `inner` makes the local steps, on the variables of its rank, and `outer`, or
+    `inner`, the updates of the center. Subclasses say what is pushed.
     """
 
     # Calls of `apply_gradients` in a period.
@@ -82,62 +71,20 @@ class LocalSteps(OneSidedOptimizer):
         variables = self._prepare(var_list)
         return Optimizer.compute_gradients(self, loss, variables, *args, **kwargs)
 
-    @one_thread
-    def apply_gradients(
-        self,
-        grads_and_vars: PairsLike,
-        global_step: Variable | None = None,
-        name: str | None = None,
-        *,
-        weight: float = 1.0,
-    ) -> Receipt:
-        """Make a local step; at the end of a period, push and take the new center.
+    def _drop(self, server: ParameterServer) -> Receipt:
+        return server.drop(self._step)
 
-        ``weight`` multiplies the gradients.
-
-        Returns:
-            The receipt of the push. If this call made none, one that is not `sent`,
-            with the step of the last pull.
-
-        Raises:
-            InvalidArgumentError, TypeError: On this rank, also if it has left; nothing
-                is changed.
-        """
-        pairs, _ = check_weighed(grads_and_vars, weight, averages=False)
-        self._checked_step(global_step)
-        variables = [var for _, var in pairs]
-        if self._server is None:
-            self.initialize(self._first_variables(variables))
-        server = self._training_server()
-        self._check_known(variables)
-        # Before the local step.
-        server.check_present()
-        if self._drops(pairs):
-            receipt = server.drop(self._step)
-            self._note(receipt)
-            return receipt
+    def _send(self, server: ParameterServer, pairs: Pairs, weight: float) -> Receipt:
         try:
-            receipt = self._make_step(server, pairs)
+            self._step_locally(server, pairs)
+            self._calls += 1
+            if self._calls % self._period:
+                return Receipt(True, self._step, self._step, sent=False)
+            return self._communicate(server, pairs)
         except BaseException:
             # Rows may have changed of which no push tells: pull all of them.
-            server.forget(var.name for var in variables)
+            server.forget(var.name for _, var in pairs)
             raise
-        if receipt.sent:
-            self._note(receipt)
-            set_global_step(global_step, self._step)
-        return receipt
-
-    def _first_variables(self, variables: list[Variable]) -> list[Variable] | None:
-        """Return what to initialize with if the first gradients are those of these."""
-        return variables
-
-    def _make_step(self, server: ParameterServer, pairs: Pairs) -> Receipt:
-        """Make a local step; push and pull if the period ends."""
-        self._step_locally(server, pairs)
-        self._calls += 1
-        if self._calls % self._period:
-            return Receipt(True, self._step, self._step, sent=False)
-        return self._communicate(server, pairs)
 
     def _step_locally(self, server: ParameterServer, pairs: Pairs) -> None:
         """Make a local step, and keep what the next push needs."""
@@ -264,8 +211,9 @@ class LocalStepsOptimizer(LocalSteps):
         place = ServerOptions(comm, host, dedicated, servers, on_nonfinite, min_workers)
         super().__init__(inner, outer, name, check, place)
         self._period = self._options["period"]
-        self._quorum: int | None = self._options["quorum"]
-        self._staleness: int | None = self._options["staleness"]
+        self._quorum, self._factors = self._options["quorum"], self._options["lateness"]
+        if (most := self._options["staleness"]) is not None:
+            self._max_lag = most
         # The variables that have changed since the last pull: their values before are
         # where their differences will be pushed from.
         self._changed: set[str] = set()
@@ -279,32 +227,6 @@ class LocalStepsOptimizer(LocalSteps):
     def _start(self, variables: list[Variable]) -> None:
         super()._start(variables)
         self._changed.clear()
-
-    def _make_inbox(
-        self, size: int, dtype: np.dtype[Any], rows: Sequence[RowPlace]
-    ) -> Inbox:
-        group, what = self._group, self.get_name()
-        if self._quorum is not None:
-            return QuorumInbox(
-                group, self._root, size, dtype, self._quorum, self._workers, what=what
-            )
-        return BoundedStalenessInbox(
-            group,
-            self._root,
-            size,
-            dtype,
-            max_lag=math.inf if self._staleness is None else self._staleness,
-            workers=self._workers,
-            factors=self._options["lateness"],
-            what=what,
-        )
-
-    def _bound(self) -> str:
-        if self._quorum is not None:
-            return "a push that began with an earlier center is not accepted"
-        if self._staleness is None:
-            return "none is too late"
-        return f"staleness={self._staleness} is the largest lag accepted"
 
     def _step_locally(self, server: ParameterServer, pairs: Pairs) -> None:
         grads = {var.name for grad, var in pairs if grad is not None}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum import metrics
 from hpcaccum.device import all_on_device
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import group_of
@@ -19,7 +20,7 @@ from hpcaccum.optimizers.base import (
     check_weighed,
     set_global_step,
 )
-from hpcaccum.optimizers.center import Center, FlatRule, flat_rule
+from hpcaccum.optimizers.center import Center, flat_rule
 from hpcaccum.optimizers.checks import (
     capacities,
     check_sparse,
@@ -27,13 +28,19 @@ from hpcaccum.optimizers.checks import (
     declared,
     listed,
 )
-from hpcaccum.optimizers.dropped import DropsInARow
 from hpcaccum.optimizers.slices import pushed
-from hpcaccum.optimizers.snapshot import counts_of, set_values
-from hpcaccum.optimizers.start import assign, show, warn_of_wider
+from hpcaccum.optimizers.snapshot import set_values
+from hpcaccum.optimizers.start import assign, warn_of_wider
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import Wrapper, one_thread
-from hpcaccum.server import ParameterServer, ServerOptions, check_nodes, spread
+from hpcaccum.server import (
+    BoundedStalenessInbox,
+    ParameterServer,
+    QuorumInbox,
+    ServerOptions,
+    check_nodes,
+    spread,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,8 +48,11 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator import Receipt, Tally
     from hpcaccum.dtypes import Array
     from hpcaccum.optimizers.checks import Loss, Pairs, PairsLike, Variables
+    from hpcaccum.optimizers.snapshot import Parts
     from hpcaccum.rows import RowPlace
-    from hpcaccum.server import Inbox
+    from hpcaccum.server import Factors, Inbox
+
+logger = logging.getLogger("hpcaccum")
 
 
 class OneSidedOptimizer(Wrapper):
@@ -101,6 +111,11 @@ class OneSidedOptimizer(Wrapper):
 
     _server: ParameterServer | None = None
     _center: Center | None = None
+    # Least number of gradients in an update. Without it, each gradient is an update if
+    # its lag is not larger than this, with a factor that depends on the lag.
+    _quorum: int | None = None
+    _max_lag: float = math.inf
+    _factors: Factors | None = None
     # Maximum number of gradients of a rank in one update.
     _share = 1
     # Whether an update is a weighted mean; if not, a weight multiplies the gradient.
@@ -134,10 +149,6 @@ class OneSidedOptimizer(Wrapper):
         self._workers: int = self._options["workers"]
         # The step of this rank's variables, and the first one worth waiting for.
         self._step, self._useful = -1, 0
-        # What `restore` begins with: the counts, and on the host the state.
-        self._earlier: Mapping[str, Any] = {}
-        self._restored: Mapping[str, Any] | None = None
-        self._drops_in_a_row = DropsInARow(self.get_name(), group.rank)
 
     def __repr__(self) -> str:
         """Show the options of this strategy and the servers, also those by default."""
@@ -146,15 +157,24 @@ class OneSidedOptimizer(Wrapper):
         shown = [f"{k}={v!r}" for k, v in options.items() if v is not None]
         return f"{type(self).__name__}({', '.join([repr(self.inner), *shown])})"
 
-    def _bound(self) -> str:
-        """Return which gradients are accepted, for messages."""
-        raise NotImplementedError
-
     def _make_inbox(
         self, size: int, dtype: np.dtype[Any], rows: Sequence[RowPlace]
     ) -> Inbox:
-        """Return the inbox, in which the one-sided optimizers differ."""
-        raise NotImplementedError
+        group, root, what = self._group, self._root, self.get_name()
+        if self._quorum is not None:
+            return QuorumInbox(
+                group, root, size, dtype, self._quorum, self._workers, rows, what
+            )
+        return BoundedStalenessInbox(
+            group,
+            root,
+            size,
+            dtype,
+            max_lag=self._max_lag,
+            workers=self._workers,
+            factors=self._factors,
+            what=what,
+        )
 
     def initialize(self, var_list: Variables | None) -> None:
         """Set the center and all ranks' variables to the host rank's. Collective.
@@ -171,19 +191,48 @@ class OneSidedOptimizer(Wrapper):
         if self._server is not None:
             self._check_known([] if var_list is None else check_variables(var_list))
             return
-        what = self._call("initialize")
         variables = self._group.agree(
-            what, lambda: self._check_start(var_list), declared
+            self._call("initialize"), lambda: self._check_start(var_list), declared
         )
+        self._start_server(variables, {}, None)
+
+    def _start_server(
+        self,
+        variables: list[Variable],
+        counts: Mapping[str, Any],
+        states: Mapping[str, Parts] | None,
+    ) -> None:
+        """Start a server, also from the counts and states of a snapshot. Collective."""
+        what = self._call("initialize")
         if self._group.rank == 0:
             warn_of_wider(self.get_name(), variables)
         self._start(variables)
-        flat = flat_rule(self.outer)
-        server = self._server = self._make_server(variables, flat)
+        self._begin_at(counts.get("step", 0))
+        if (servers := self._servers) is None:
+            nbytes = sum(var.value.nbytes for var in variables)
+            divisible = self.outer.elementwise and not any(v.sparse for v in variables)
+            servers = spread(self._root, self._group, nbytes, divisible=divisible)
+        least = self._options["min_workers"]
+        place = dataclasses.replace(self._place, servers=servers, min_workers=least)
+        self._place, flat = place, flat_rule(self.outer)
+        if self._group.rank == 0:
+            logger.info("%r", self)
+        server = self._server = ParameterServer(
+            self._group,
+            self._values,
+            self._make_inbox,
+            place,
+            self.get_name(),
+            rule=flat,
+            finish=self._pull_all,
+            elementwise=self.outer.elementwise,
+            capacities=capacities(variables, self._share),
+            **counts,
+        )
         center = self._center = Center(self.outer, flat, server, self._values)
         # Without slots: it computes gradients of these, but updates the center's.
         Optimizer.initialize(self.inner, variables)
-        states = server.divide(self._restored)
+        states = server.divide(states)
         self._group.agree(what, lambda: center.prepare(states), lambda _: {})
         if server.is_server:
             center.serve()
@@ -191,32 +240,8 @@ class OneSidedOptimizer(Wrapper):
         # No rank may train before all have the same variables.
         self._group.allgather(None, what)
 
-    def _make_server(
-        self, variables: list[Variable], flat: FlatRule | None
-    ) -> ParameterServer:
-        servers = self._servers
-        if servers is None:
-            nbytes = sum(var.value.nbytes for var in variables)
-            divisible = self.outer.elementwise and not any(v.sparse for v in variables)
-            servers = spread(self._root, self._group, nbytes, divisible=divisible)
-        self._place = dataclasses.replace(self._place, servers=servers)
-        show(self, self._group)
-        return ParameterServer(
-            self._group,
-            self._values,
-            self._make_inbox,
-            dataclasses.replace(self._place, min_workers=self._options["min_workers"]),
-            self.get_name(),
-            rule=flat,
-            finish=self._pull_all,
-            elementwise=self.outer.elementwise,
-            capacities=capacities(variables, self._share),
-            **self._earlier,
-        )
-
     def _start(self, variables: list[Variable]) -> None:
         super()._start(variables)
-        self._begin_at(self._earlier.get("step", 0))
         self._step, self._useful = -1, 0
 
     def _check_start(self, var_list: Any) -> list[Variable]:
@@ -241,8 +266,7 @@ class OneSidedOptimizer(Wrapper):
 
         Args:
             after_update: Called on the host rank with the step after each update; the
-                next one waits for it, so several servers work on one at a time. It may
-                call `snapshot`.
+                next one waits for it. It may call `snapshot`.
 
         Raises:
             InvalidArgumentError: On a rank that trains.
@@ -304,12 +328,11 @@ class OneSidedOptimizer(Wrapper):
     def compute_gradients(
         self, loss: Loss, var_list: Variables | None = None, *args: Any, **kwargs: Any
     ) -> Pairs:
-        """Pull parameters, then compute the gradients with them.
+        """Pull the newest parameters of this node, then compute the gradients.
 
-        The parameters are the newest that this node has. It gets newer ones first if a
-        gradient computed with these would certainly be dropped; only then does this
-        call wait. Within a millisecond after it received parameters that this rank
-        waited for, it does not ask for the step.
+        This call waits only if a gradient computed with these would certainly be
+        dropped: the node gets newer ones first. Within a millisecond after it received
+        parameters that this rank waited for, it does not ask for the step.
 
         Raises:
             InvalidArgumentError, TypeError: On this rank, as
@@ -333,6 +356,9 @@ class OneSidedOptimizer(Wrapper):
     ) -> Receipt:
         """Send the gradients to the host rank; wait as the optimizer promises.
 
+        `AGNOptimizer` and `LocalStepsOptimizer` make a local step; they send at the end
+        of a period.
+
         Args:
             grads_and_vars: Pairs as `compute_gradients` returns them. A variable with
                 a gradient of None is not updated. The gradient of a sparse variable is
@@ -347,7 +373,8 @@ class OneSidedOptimizer(Wrapper):
                 weight * gradient.
 
         Returns:
-            Whether the gradients were accepted, and at which step.
+            Whether the gradients were accepted, and at which step. After a local step
+            that sent nothing, a receipt that is not `sent`, of the last pull.
 
         Raises:
             InvalidArgumentError, TypeError: On this rank, also if it has left, or the
@@ -357,27 +384,38 @@ class OneSidedOptimizer(Wrapper):
         """
         pairs, weight = check_weighed(grads_and_vars, weight, averages=self._averages)
         self._checked_step(global_step)
-        self.initialize([var for _, var in pairs])
+        variables = [var for _, var in pairs]
+        if self._server is None:
+            self._begin_with(variables)
         server = self._training_server()
+        self._check_known(variables)
         server.check_present()
-        if self._drops(pairs):
-            receipt = server.drop(self._local_step)
-            self._pull()
-        else:
-            grads = pushed(pairs, server.gradient_arrays)
-            receipt = server.push(grads, self._local_step, weight)
-            self._after(server, receipt)
-        set_global_step(global_step, self._step)
-        self._note(receipt)
+        drops = self._drops(pairs)
+        receipt = self._drop(server) if drops else self._send(server, pairs, weight)
+        if receipt.sent:
+            set_global_step(global_step, self._step)
+            self._note(receipt)
         return receipt
 
-    def _metrics(self) -> metrics.Metrics:
-        facts = self.global_step, self.waited, self.statistics()
-        return metrics.Metrics.of(self.get_name(), *facts)
+    def _begin_with(self, variables: list[Variable]) -> None:
+        """Initialize before the first gradients, which are those of these variables."""
+        self.initialize(variables)
 
-    def _note(self, receipt: Receipt) -> None:
-        metrics.note(self)
-        self._drops_in_a_row.note(receipt, self._bound())
+    def _drop(self, server: ParameterServer) -> Receipt:
+        receipt = server.drop(self._local_step)
+        self._pull()
+        return receipt
+
+    def _send(self, server: ParameterServer, pairs: Pairs, weight: float) -> Receipt:
+        grads = pushed(pairs, server.gradient_arrays)
+        receipt = server.push(grads, self._local_step, weight)
+        self._after(server, receipt)
+        return receipt
+
+    def _bound(self) -> str:
+        if self._quorum is not None:
+            return "a gradient of an earlier step is not accepted"
+        return f"staleness={self._max_lag} is the largest lag accepted"
 
     def _after(self, server: ParameterServer, receipt: Receipt) -> None:
         """Pull after a push: wait for its update, or do not wait if it was dropped."""
@@ -401,34 +439,15 @@ class OneSidedOptimizer(Wrapper):
                 snapshot does not fit; nothing is changed.
             WaitTimeoutError: If the server does not end in time; see `free`.
         """
-        self._check_open()
-        what, host = self._call("restore"), self._group.rank == self._root
-
-        def check() -> tuple[list[Variable], Mapping[str, Any]]:
-            wanted = listed(var_list)
-            if wanted is None and self._server is not None:
-                wanted = self._variables
-            variables = self._check_start(wanted)
-            if self._server is not None:
-                self._check_known(variables)
-            if not host:
-                return variables, {}
-            self._kept_state(variables).check(snapshot)
-            return variables, counts_of(snapshot)
-
-        variables, counts = self._group.agree(
-            what, check, lambda checked: declared(checked[0])
-        )
+        host = self._group.rank == self._root
+        variables, counts = self._agree_on_snapshot(snapshot, var_list, host, declared)
         if self._server is not None:
             self._end_server()
         if host:
             set_values(variables, snapshot)
-        self._earlier = self._group.allgather(counts, what)[self._root]
-        self._restored = snapshot["state"] if host else {}
-        try:
-            self.initialize(variables)
-        finally:
-            self._earlier, self._restored = {}, None
+        self._start_server(
+            variables, counts[self._root], snapshot["state"] if host else {}
+        )
 
     @one_thread
     def assign(self) -> None:
@@ -481,12 +500,11 @@ class OneSidedOptimizer(Wrapper):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[int]:
-        """Suspend updates during the block, to read one step; host rank only.
+        """Suspend updates during the block; on the host rank only. Not collective.
 
         ``with opt.paused() as step:`` waits for the update in progress. `center`,
         `get_slot` and `variables` return the values of ``step`` until the block ends.
-        Meanwhile all ranks wait for their updates, so keep the block short. Not
-        collective.
+        Meanwhile all ranks wait for their updates, so keep the block short.
 
         Raises:
             InvalidArgumentError: On other ranks, which hold no slots. In the block, for
@@ -534,8 +552,8 @@ class OneSidedOptimizer(Wrapper):
         """Seconds that this rank has waited for other ranks."""
         return 0.0 if self._server is None else self._server.waited
 
-    def _reader(self) -> Callable[[Sequence[str]], list[Array]]:
-        return self._any_server().read
+    def _read(self, names: Sequence[str]) -> list[Array]:
+        return self._any_server().read(names)
 
     def statistics(self) -> Tally:
         """Return how many gradients of each rank were accepted and dropped so far."""
@@ -552,24 +570,6 @@ class OneSidedOptimizer(Wrapper):
                 and may call this again.
         """
         self._open_server().leave()
-
-    # The end
-
-    def free(self) -> None:
-        """Leave, wait until all ranks have left, and pull the final center. Collective.
-
-        Afterwards the variables of all ranks are those of the last update, also on
-        ranks that left early or only served. A Variable that one rank passed as
-        ``global_step`` is `global_step` on all ranks; one that did not pass it is found
-        by its name. `center`, `global_step`, `statistics` and `get_slot` remain
-        available. A dedicated server that has not called `serve` serves until the
-        others have left.
-
-        Raises:
-            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, on all ranks that wait;
-                names the missing ranks. Another call on all ranks does the rest.
-        """
-        super().free()
 
     @property
     def freed(self) -> bool:

@@ -50,25 +50,20 @@ class ShardReducer:
     gives, and the reduction is repeated with those. A reducer may also go on without a
     rank that is lost.
 
-    Args:
-        group: The ranks.
-        layout: Of the gradients; see `layout_of`.
-        name: For messages.
-        options: Those of a `Reducer`, by name; rows travel in their own dtype.
-        rows: The formats of gradients that are rows, by name.
+    ``options`` are those of a `Reducer`; ``rows`` has the formats of gradients that are
+    rows, which travel in their own dtype.
 
     Attributes:
         reducer: That of the ranks that have not left. When this rank has, the last one.
         present: The ranks of the group that have not left, and were not lost at the
             last reduction.
-        step: Number of updates so far.
         computed: Calls of `compute_gradients` that this rank has begun, if the user
-            counts them. Ranks that throw away different numbers of gradients are out of
-            step. That is an error on all of them, after which they count from 0.
+            counts them. If ranks differ, that is an error on all of them, after which
+            they count from 0.
         facts: Numbers that must be the same on all ranks in the next updates, by name.
-        rates: The learning rates of the next update, one for each group of variables;
-            None is not known. They must be the same on all ranks, too.
-        left: Whether this rank has left.
+        rates: The learning rates of the next update, one for each group of variables,
+            which must be the same on all ranks; None is not known.
+        started: Names of the gradients that were started for the next reduction.
         stale: Whether gradients have been started that shall not be used. Reset by the
             next reduction, which begins anew.
     """
@@ -89,9 +84,9 @@ class ShardReducer:
         self.present, self.left = list(range(group.size)), False
         # Those that have not left, in a group of their own.
         self._current, self._members = group, self.present
-        # Of the next reduction; and the ranks whose gradients the last one used.
-        self._started: set[str] = set()
+        self.started: set[str] = set()
         self.stale = False
+        # The ranks whose gradients the last reduction used.
         self._used: list[int] = []
         self._waited = 0.0
         self._make()
@@ -99,7 +94,7 @@ class ShardReducer:
     def _make(self) -> None:
         """Make what reduces the gradients of the ranks that are present. Collective."""
         group, name = self._current, self._name
-        self._started.clear()
+        self.started.clear()
         self.reducer = Reducer(self._layout, group, name, **self._options)
         self.reducer.advise(NO_MORE_DATA)
         self._rows: RowExchange | None = None
@@ -150,16 +145,12 @@ class ShardReducer:
         """Begin a reduction with one of its gradients; see `Reducer.start`."""
         self.check_present()
         self.reducer.start(name, grad, weight=weight)
-        self._started.add(name)
-
-    def has_started(self, name: str) -> bool:
-        """Whether a gradient was started for the next reduction."""
-        return name in self._started
+        self.started.add(name)
 
     def fail(self, error: Exception) -> NoReturn:
         """Raise an error on every rank, in the place of a reduction. Collective."""
         self.check_present()
-        self._started.clear()
+        self.started.clear()
         self.stale = False
         self.reducer.fail(error)
 
@@ -175,18 +166,17 @@ class ShardReducer:
     ) -> Mapping[str, Array | Rows] | None:
         """Return the sums or means of the gradients, with their weights. Collective.
 
-        Returns:
-            The results, without those that no rank has; after their use, call
-            `updated`. None if all ranks skip, so that there is no update.
+        Without those that no rank has; None if all ranks skip. After their use, call
+        `updated`.
         """
         self.check_present()
         self.check_usable()
         self._broken = True
         kind = "MEAN" if parts is None else "SUM"
-        rest = {name: g for name, g in grads.items() if name not in self._started}
-        stale = self.stale or not self._started <= grads.keys()
+        rest = {name: g for name, g in grads.items() if name not in self.started}
+        stale = self.stale or not self.started <= grads.keys()
         stale |= lacks != self._lacking
-        self._started.clear()
+        self.started.clear()
         self.stale = False
         self._used = self.present
         try:
@@ -311,10 +301,7 @@ class ShardReducer:
         return metrics.Metrics.of(self._name, self.step, self.waited, self.tally())
 
     def leave(self) -> None:
-        """Leave, at the next reduction of the other ranks. Collective.
-
-        A second call has no effect.
-        """
+        """Leave, at the next reduction of the other ranks. Collective."""
         if self.left:
             return
         self.check_usable()
@@ -385,9 +372,7 @@ class ShardReducer:
     def finish(self) -> int | None:
         """Free the reducer. Collective, of all ranks of the group.
 
-        Returns:
-            The rank whose variables are those of the last update, if ranks have left;
-            else None.
+        If ranks have left, it returns one whose variables are those of the last update.
         """
         if not self.left:
             self._free_reducer()

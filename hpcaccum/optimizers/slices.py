@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from hpcaccum.overlap import crossing, overlap
 from hpcaccum.rows import UNKNOWN, IndexedSlices, Rows, check_indices, rows_of, sliced
 
 Gradient = Array | IndexedSlices
+G = TypeVar("G", bound=Array | IndexedSlices | Rows)
 
 
 def check_slices(grad: IndexedSlices, variable: Variable) -> IndexedSlices:
@@ -167,43 +168,22 @@ def add_slices(total: Array, grad: IndexedSlices, first: bool) -> None:
     total[rows.indices] += values
 
 
-def apart(
-    grads: Mapping[str, Gradient], values: Sequence[Array]
-) -> dict[str, Gradient]:
-    """Copy the gradients that lie in the memory of variables, which change next."""
-    arrays = [g.values if isinstance(g, IndexedSlices) else g for g in grads.values()]
-    suspect = crossing(arrays, values)
-    return {
-        name: _copied(grad) if each else grad
-        for (name, grad), each in zip(grads.items(), suspect, strict=True)
-    }
+def apart(grads: Sequence[G], values: Sequence[Array]) -> list[G]:
+    """Copy the gradients that lie in the memory of variables, which change next.
 
-
-def _copied(grad: Gradient) -> Gradient:
-    if isinstance(grad, IndexedSlices):
-        return IndexedSlices(grad.values.copy(), grad.indices.copy(), grad.dense_shape)
-    copy: Array = grad.copy()
-    return copy
-
-
-def detached(
-    grads: Sequence[Array | Rows], values: Sequence[Array]
-) -> list[Array | Rows]:
-    """Copy the gradients that lie in the memory of a variable that changes earlier.
-
-    The gradient of ``x * y`` by ``y`` is ``x``. Rows are also copied if they lie in
-    the memory of their own variable, which is written in another order.
+    The gradient of ``x * y`` by ``y`` is ``x``.
     """
-    arrays = [grad.values if isinstance(grad, Rows) else grad for grad in grads]
+    arrays = [g.values if isinstance(g, (IndexedSlices, Rows)) else g for g in grads]
     suspect = crossing(arrays, values)
     return [
-        _safe(grad, values[: i + isinstance(grad, Rows)]) if suspect[i] else grad
-        for i, grad in enumerate(grads)
+        _copied(grad) if each and any(overlap(array, v) for v in values) else grad
+        for grad, array, each in zip(grads, arrays, suspect, strict=True)
     ]
 
 
-def _safe(grad: Array | Rows, earlier: Sequence[Array]) -> Array | Rows:
-    array = grad.values if isinstance(grad, Rows) else grad
-    if not any(overlap(array, value) for value in earlier):
-        return grad
-    return grad._replace(values=array.copy()) if isinstance(grad, Rows) else grad.copy()
+def _copied(grad: Any) -> Any:
+    if isinstance(grad, IndexedSlices):
+        return IndexedSlices(grad.values.copy(), grad.indices.copy(), grad.dense_shape)
+    if isinstance(grad, Rows):
+        return grad._replace(values=grad.values.copy())
+    return grad.copy()

@@ -61,14 +61,13 @@ def assign(
     what: str,
     before: Callable[[bool], None],
 ) -> int:
-    """Set the center and all variables to those of one rank; return the step.
+    """Set the center and all variables to those of one rank. Collective.
 
-    Args:
-        group: The ranks, all of which call it.
-        server: It has been suspended.
-        variables: Those of this rank.
-        what: Name for messages.
-        before: Called with whether the variables of this rank are assigned to all.
+    The server has been suspended. Each rank calls ``before`` with whether its variables
+    are assigned to all.
+
+    Returns:
+        The step.
     """
 
     def check() -> None:
@@ -82,16 +81,8 @@ def assign(
         group.allgather(None, what)
         raise
     broadcast(group, variables, what, server.source)
-    values: dict[str, Array] = {}
-    if server.is_server:
-        values = {var.name: np.array(to_host(var.value)) for var in variables}
-    return server.assign(values)
-
-
-def show(optimizer: object, group: Group) -> None:
-    """Log what an optimizer has chosen, on the first rank."""
-    if group.rank == 0:
-        logger.info("%r", optimizer)
+    own = variables if server.is_server else []
+    return server.assign({var.name: np.array(to_host(var.value)) for var in own})
 
 
 def broadcast(

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpcaccum.accumulator import VectorAccumulator
 from hpcaccum.arguments import positive_count
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
-from hpcaccum.server import QuorumInbox, ServerOptions
+from hpcaccum.server import ServerOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import numpy as np
     from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.accumulator import Receipt
@@ -21,8 +18,7 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.base import Optimizer
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.variable import Variable
-    from hpcaccum.rows import RowPlace
-    from hpcaccum.server import Inbox, ParameterServer, Servers
+    from hpcaccum.server import ParameterServer, Servers
 
 
 class SyncReplicasOptimizer(OneSidedOptimizer):
@@ -52,6 +48,8 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
         (arXiv:1604.00981); the behavior of ``tf.compat.v1.train``'s optimizer of this
         name, except that no round is wasted after the start.
     """
+
+    _averages = True
 
     def __init__(
         self,
@@ -88,34 +86,15 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
             check,
             ServerOptions(comm, host, dedicated, servers, on_nonfinite, min_workers),
         )
-        self._quorum: int = self._options["replicas_to_aggregate"]
+        quorum = self._quorum = self._options["replicas_to_aggregate"]
         # Each worker may contribute so many gradients of one step.
-        self._share = -(-self._quorum // self._workers)
-
-    _averages = True
+        self._share = -(-quorum // self._workers)
 
     def _start(self, variables: list[Variable]) -> None:
         super()._start(variables)
         # The step at which the last gradient arrived, and how many were accepted there;
         # not saved, as they concern gradients that are pending.
         self._round, self._accepted = -1, 0
-
-    def _make_inbox(
-        self, size: int, dtype: np.dtype[Any], rows: Sequence[RowPlace]
-    ) -> Inbox:
-        return QuorumInbox(
-            self._group,
-            self._root,
-            size,
-            dtype,
-            self._quorum,
-            self._workers,
-            rows,
-            self.get_name(),
-        )
-
-    def _bound(self) -> str:
-        return "a gradient of an earlier step is not accepted"
 
     def _after(self, server: ParameterServer, receipt: Receipt) -> None:
         if receipt.global_step != self._round:

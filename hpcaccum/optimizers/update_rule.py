@@ -25,17 +25,18 @@ from hpcaccum.optimizers.checks import (
     Variables,
     as_pairs,
     check_global_step,
-    check_gradients,
+    check_gradient,
 )
 from hpcaccum.optimizers.device_update import Launch, Updates
-from hpcaccum.optimizers.rule_state import State, States
-from hpcaccum.optimizers.slices import Gradient, detached
-from hpcaccum.optimizers.snapshot import Key, check_state
+from hpcaccum.optimizers.slices import Gradient, apart
+from hpcaccum.optimizers.snapshot import Key, State, check_state
 from hpcaccum.optimizers.variable import Variable, is_float
 from hpcaccum.rows import IndexedSlices, Rows, rows_of
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
+    from hpcaccum.optimizers.snapshot import Slots
+
     # Called with pieces of the value, of the gradient and of the slots, with working
     # memory of the same size, and with numbers. The arrays are vectors of one dtype.
     Update = Callable[..., None]
@@ -80,7 +81,8 @@ class Rule(Optimizer):
     def __init__(self, learning_rate: Rate, name: str) -> None:
         super().__init__(name)
         self._rate = RateOfStep(learning_rate)
-        self._states = States(name)
+        # Those of variables that have not been updated yet are not visible.
+        self._states: dict[Variable, State] = {}
         self._on_device = Updates()
         self._scratch = Scratch()
 
@@ -179,7 +181,7 @@ class Rule(Optimizer):
         given = [pair for pair in as_pairs(grads_and_vars) if pair[0] is not None]
         found = self._on_device.find(given)
         if found.result is None:
-            given = check_gradients(given)
+            given = [(check_gradient(grad, var), var) for grad, var in given]
         check_global_step(global_step)
         self._apply_at(None, given, found)
         count_step(global_step)
@@ -235,17 +237,25 @@ class Rule(Optimizer):
 
     def _updates(self, pairs: Given) -> int:
         """Return the largest number of earlier updates of these variables."""
-        states = [self._states.find(variable) for _, variable in pairs]
+        states = [self._states.get(variable) for _, variable in pairs]
         return max(state.updates if state else 0 for state in states)
 
-    def _state(self, variable: Variable) -> State:
-        """Return the state of a variable, which its first update makes visible."""
-        return self._states.make(variable, self._slots())
+    def _state(self, variable: Variable, slots: Slots | None = None) -> State:
+        """Return the state of a variable; at first, make it, with these slots."""
+        state = self._states.get(variable)
+        if state is None:
+            new = State(variable, self._name, self._slots() if slots is None else slots)
+            # Another thread may have made it meanwhile.
+            state = self._states.setdefault(variable, new)
+        return state
+
+    def _visible(self) -> list[State]:
+        return [state for state in self._states.copy().values() if state.updates]
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
         """Return the slot ``name`` of ``var``; None before its first update."""
-        state = self._states.find(var)
-        return None if state is None else state.slots.get(name)
+        state = self._states.get(var)
+        return state.slots.get(name) if state is not None and state.updates else None
 
     def get_slot_names(self) -> list[str]:
         """Return the names of the slots, sorted."""
@@ -258,12 +268,12 @@ class Rule(Optimizer):
         """
         return [
             variable
-            for state in self._states
+            for state in self._visible()
             for variable in (*state.slots.values(), *[state.step] * self._counts)
         ]
 
     def _kept_state(self, var_list: Variables | None) -> KeptState:
-        updated = [state.variable for state in self._states]
+        updated = [state.variable for state in self._visible()]
         if var_list is None and updated:
             # Also those that were only given to `apply_gradients`.
             var_list = list(dict.fromkeys([*(self._variables or ()), *updated]))
@@ -293,7 +303,8 @@ class _KeptByRule(KeptState):
         check_state(rule.get_name(), snapshot, self.variables, slots)
 
     def forget(self) -> None:
-        self._optimizer._states.forget(self.variables)
+        for variable in self.variables:
+            self._optimizer._states.pop(variable, None)
         # Its launches update the states that it has dropped.
         self._optimizer._release()
 
@@ -308,7 +319,7 @@ def _ready(updates: Sequence[tuple[Gradient, State]]) -> Sequence[Array | Rows]:
     ]
     if len(grads) == 1 and not isinstance(grads[0], Rows):
         return grads
-    return detached(grads, [state.variable.value for _, state in updates])
+    return apart(grads, [state.variable.value for _, state in updates])
 
 
 # Elements: small enough for the cache, large enough that calling NumPy costs little.
@@ -408,12 +419,7 @@ def finite(rate: object) -> float | None:
 
 
 class RateOfStep:
-    """A checked learning rate: a number, or the result of a callable.
-
-    Raises:
-        InvalidArgumentError: If it is neither a number in range nor a callable with at
-            most one required argument.
-    """
+    """A checked learning rate: a number, or the result of a callable."""
 
     def __init__(self, rate: Any) -> None:
         self.given, self.takes_step = rate, False

@@ -56,9 +56,7 @@ class Variable:
         sparse: bool = False,
         capacity: int | None = None,
     ):
-        if not isinstance(name, str) or not name:
-            raise TypeError(f"name must be a non-empty string, got {name!r}")
-        self.name = name
+        self.name = check_name(name)
         self.trainable = bool(trainable)
         self.sparse = bool(sparse)
         self._value = _usable(array, name)
@@ -124,6 +122,13 @@ class Variable:
         value = to_host(self._value)
         text = np.array2string(value, precision=4, threshold=8, edgeitems=2)
         return f"Variable({self.name!r}, {self.dtype} {self.shape}{kind}, {text})"
+
+
+def check_name(name: Any) -> str:
+    """Return a name; raise TypeError unless it is a string that is not empty."""
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name must be a non-empty string, got {name!r}")
+    return name
 
 
 def _usable(array: Any, name: str) -> Array:

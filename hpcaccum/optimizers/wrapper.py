@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from typing import (
     TYPE_CHECKING,
@@ -15,29 +16,36 @@ from typing import (
     overload,
 )
 
+from hpcaccum import metrics
 from hpcaccum.arguments import positive_count
 from hpcaccum.device import all_on_device, release
-from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.errors import InvalidArgumentError, counted
 from hpcaccum.mpi import Freeable
 from hpcaccum.optimizers.base import ExchangeKind, KeptState, Optimizer, set_global_step
 from hpcaccum.optimizers.checks import (
     check_global_step,
-    check_name,
     check_trainable,
     check_variables,
+    listed,
 )
 from hpcaccum.optimizers.finite import check_choice, to_drop
-from hpcaccum.optimizers.variable import Variable, counter
+from hpcaccum.optimizers.snapshot import counts_of
+from hpcaccum.optimizers.variable import Variable, check_name, counter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from hpcaccum.accumulator import Receipt
+    from hpcaccum.accumulator import Receipt, Tally
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.checks import Loss, Pairs, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.update_rule import Rate
+
+logger = logging.getLogger("hpcaccum")
+
+# Gradients that are dropped one after the other before a warning.
+_MANY = 20
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -70,26 +78,13 @@ def one_thread(
 class Wrapper(Freeable, Optimizer):
     """Exchanges gradients and delegates the updates to another optimizer. Collective.
 
-    Args:
-        inner: Makes the updates; its state is shown as this optimizer's.
-        name: Name of this optimizer.
-        group: The ranks.
-        check: Checks the other options of this rank; returns those that must be the
-            same on all ranks, by name.
-        on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
-            exchanges them, "drop" drops all gradients of the call, "raise" raises
-            InvalidArgumentError.
+    ``check`` checks the options of this rank, and returns those that must be the same
+    on all ranks, by name.
 
     Attributes:
-        inner: The other optimizer.
+        inner: Makes the updates; its state is shown as this optimizer's.
         before_assign: Called by `assign` with whether the values of this rank are
             assigned to all. An adapter brings them to the variables; it may raise.
-
-    Raises:
-        TypeError: On every rank, if ``inner`` is not an optimizer.
-        InvalidArgumentError: On every rank, if ``inner`` exchanges gradients in a way
-            that this optimizer does not allow.
-        DisagreementError: On every rank, if an option differs.
     """
 
     # Whether `minimize` is running.
@@ -118,6 +113,8 @@ class Wrapper(Freeable, Optimizer):
         # Arrays of the variables, by name; empty before `initialize`.
         self._values: dict[str, Array] = {}
         self._begin_at(0)
+        # Gradients of this rank that were dropped one after the other.
+        self._dropped, self._warned = 0, False
         # What was passed as ``global_step``, by name.
         self._steps: dict[str, Variable] = {}
 
@@ -130,9 +127,9 @@ class Wrapper(Freeable, Optimizer):
         """The learning rate of the inner optimizer; may be set.
 
         With a one-sided optimizer, set it on the host, which updates the center; on
-        other ranks it affects only local steps. With a collective
-        optimizer, set it to the same value on all ranks of a group: different numbers
-        raise an error at its next update, but results of callables are not compared.
+        other ranks it affects only local steps. With a collective optimizer, set it to
+        the same value on all ranks of a group: different numbers raise an error at its
+        next update, but results of callables are not compared.
 
         Raises:
             AttributeError: If the inner optimizer has none.
@@ -182,7 +179,6 @@ class Wrapper(Freeable, Optimizer):
             )
         finally:
             self._in_minimize = False
-        # Each optimizer that exchanges gradients returns one.
         return cast("Receipt", receipt)
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
@@ -203,6 +199,36 @@ class Wrapper(Freeable, Optimizer):
         check_trainable(variables)
         all_on_device("variables", [var.value for var in variables])
         return variables
+
+    def _agree_on_snapshot(
+        self,
+        snapshot: Any,
+        var_list: Variables | None,
+        is_root: bool,
+        facts: Callable[[list[Variable]], Mapping[str, Any]],
+    ) -> tuple[list[Variable], list[dict[str, Any]]]:
+        """Return variables that the root's snapshot fits, and its counts. Collective.
+
+        Of each rank there are counts; those of the root are the snapshot's. ``facts``
+        returns what must be the same of the variables of all ranks.
+        """
+        self._check_open()
+        what = self._call("restore")
+
+        def check() -> tuple[list[Variable], dict[str, Any]]:
+            wanted = self._variables if var_list is None else listed(var_list)
+            variables = self._check_start(wanted)
+            if self._values:
+                self._check_known(variables)
+            if not is_root:
+                return variables, {}
+            self._kept_state(variables).check(snapshot)
+            return variables, counts_of(snapshot)
+
+        variables, counts = self._group.agree(
+            what, check, lambda checked: facts(checked[0])
+        )
+        return variables, self._group.allgather(counts, what)
 
     def _start(self, variables: list[Variable]) -> None:
         Optimizer.initialize(self, variables)
@@ -236,6 +262,15 @@ class Wrapper(Freeable, Optimizer):
     @property
     def global_step(self) -> int:
         """Number of updates so far; after `free`, in total."""
+        raise NotImplementedError
+
+    @property
+    def waited(self) -> float:
+        """Seconds that this rank has waited for other ranks."""
+        raise NotImplementedError
+
+    def statistics(self) -> Tally:
+        """Return how many gradients of each rank were accepted and dropped so far."""
         raise NotImplementedError
 
     def _begin_at(self, step: int) -> None:
@@ -276,6 +311,31 @@ class Wrapper(Freeable, Optimizer):
         grads = ((var.name, grad, var.dtype) for grad, var in pairs)
         return to_drop(self.get_name(), grads, self._options["on_nonfinite"])
 
+    def _metrics(self) -> metrics.Metrics:
+        facts = self.global_step, self.waited, self.statistics()
+        return metrics.Metrics.of(self.get_name(), *facts)
+
+    def _note(self, receipt: Receipt) -> None:
+        """Count a gradient; warn, once, if the last ones were all dropped."""
+        metrics.note(self)
+        self._dropped = 0 if receipt else self._dropped + 1
+        if self._dropped < _MANY or self._warned:
+            return
+        self._warned = True
+        late = f"was {counted(receipt.lag, 'update')} late, and {self._bound()}"
+        logger.warning(
+            "%s: the last %d gradients of rank %d were all dropped, so the data of "
+            "this rank are not in the model; the last gradient %s",
+            self.get_name(),
+            _MANY,
+            self._group.rank,
+            "was not finite" if receipt.nonfinite else late,
+        )
+
+    def _bound(self) -> str:
+        """Return which gradients are accepted."""
+        raise NotImplementedError
+
     def _call(self, name: str) -> str:
         """Return what messages call a collective call of this optimizer."""
         return f"{self.get_name()}: {name}"
@@ -314,19 +374,37 @@ class Wrapper(Freeable, Optimizer):
             InvalidArgumentError, TypeError: Before `initialize`, or if ``var`` is not
                 one of its variables.
         """
-        read = self._reader()
+        self._initialized(self._values or None)
         several = isinstance(var, (list, tuple))
         variables: Any = var if several else [var]
         self._check_known(check_variables(variables))
-        copies = read([each.name for each in variables])
+        copies = self._read([each.name for each in variables])
         return copies if several else copies[0]
 
-    def _reader(self) -> Callable[[Sequence[str]], list[Array]]:
-        """Return what copies values by name; raise if there are no variables yet."""
+    def _read(self, names: Sequence[str]) -> list[Array]:
+        """Return copies of the newest values."""
         raise NotImplementedError
 
     def _describe(self) -> str:
         return f"optimizer {self.get_name()!r}"
+
+    def free(self) -> None:
+        """Free it. Collective, also of ranks that have left.
+
+        Afterwards the variables of all ranks are those of the last update, also on
+        ranks that left early or only served. A Variable that one rank passed as
+        ``global_step`` is `global_step` on all ranks; one that did not pass it is found
+        by its name. `center`, `global_step`, `statistics` and `get_slot` remain
+        available.
+
+        With a server, it leaves, and waits until all ranks have left. A dedicated
+        server that has not called `serve` serves until the others have left.
+
+        Raises:
+            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, on all ranks that wait;
+                names the missing ranks. Another call on all ranks does the rest.
+        """
+        super().free()
 
     def _free(self) -> None:
         release(self._gradients)

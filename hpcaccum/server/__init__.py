@@ -28,12 +28,13 @@ from hpcaccum.server.options import LARGE, ServerOptions, Servers, check_nodes, 
 from hpcaccum.server.part import joined
 from hpcaccum.server.quorum import QuorumInbox
 from hpcaccum.server.server import ParameterServer, ServerState, check_first_step
-from hpcaccum.server.update_queue import Lateness, factors_of
+from hpcaccum.server.update_queue import Factors, Lateness, factors_of
 from hpcaccum.server.wire_format import gradients_by_name
 
 __all__ = [
     "LARGE",
     "BoundedStalenessInbox",
+    "Factors",
     "Inbox",
     "Lateness",
     "ParameterServer",

@@ -14,8 +14,12 @@ import torch
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import MPI, Freeable, Group, group_of
 from hpcaccum.torch.buffers import Buffers
-from hpcaccum.torch.gradients import Gradients
-from hpcaccum.torch.rows import check_capacity, check_needs, names_of
+from hpcaccum.torch.gradients import (
+    Gradients,
+    check_capacity,
+    check_needs,
+    names_of,
+)
 from hpcaccum.torch.rule import TorchRule
 from hpcaccum.torch.state import check_state, snapshot_of, state_of
 from hpcaccum.torch.tensors import (
@@ -221,7 +225,7 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._rule.check_parameters()
+        self._rule._host_options.check()
         self._rule.reclaim()
         self._check_values()
         # Schedulers look for it where they were attached.
@@ -306,15 +310,18 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
             InvalidArgumentError: With a server, on any rank except the host.
         """
         self._rule.reclaim()
-        for owner in (self.optimizer, self):
-            for before in owner._optimizer_state_dict_pre_hooks.values():
-                before(owner)
+        self._call_hooks("state_dict_pre")
         state = state_of(self._exchange.snapshot(), self._saved)
+        return self._call_hooks("state_dict_post", state)  # type: ignore[no-any-return]
+
+    def _call_hooks(self, kind: str, *state: Any) -> Any:
+        """Call those of both optimizers; return the state, which they may replace."""
         for owner in (self.optimizer, self):
-            for after in owner._optimizer_state_dict_post_hooks.values():
-                changed = after(owner, state)
-                state = state if changed is None else changed
-        return state
+            for hook in getattr(owner, f"_optimizer_{kind}_hooks").values():
+                changed = hook(owner, *state)
+                if state and changed is not None:
+                    state = (changed,)
+        return state[0] if state else None
 
     @in_stream
     def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
@@ -336,7 +343,8 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
             self._check_present()
             if not root:
                 return None, None
-            given = self._before_load(state_dict)
+            given = state_dict.copy() if isinstance(state_dict, dict) else state_dict
+            given = self._call_hooks("load_state_dict_pre", given)
             checked = check_state(given, self._saved, self._rule.own)
             self._check_options(checked["param_groups"])
             names = list(self._rule.parameters)
@@ -347,18 +355,7 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
         for group, saved in zip(self._saved.param_groups, groups, strict=True):
             group.update({name: saved[name] for name in saved if name != "params"})
         self._restore(snapshot, what)
-        for owner in (self.optimizer, self):
-            for after in owner._optimizer_load_state_dict_post_hooks.values():
-                after(owner)
-
-    def _before_load(self, state_dict: Any) -> Any:
-        """Return the state that hooks make of one."""
-        state = state_dict.copy() if isinstance(state_dict, dict) else state_dict
-        for owner in (self.optimizer, self):
-            for before in owner._optimizer_load_state_dict_pre_hooks.values():
-                changed = before(owner, state)
-                state = state if changed is None else changed
-        return state
+        self._call_hooks("load_state_dict_post")
 
     @in_stream
     def assign(self) -> None:

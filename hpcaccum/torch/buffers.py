@@ -26,15 +26,9 @@ AVERAGE, BROADCAST = "average", "broadcast"
 
 
 class Buffers:
-    """The buffers of a module, and its parameters that no optimizer changes.
+    """The buffers of a module, or of none, and its parameters that are not trained.
 
-    Args:
-        module: The module; None if there are no buffers.
-        trained: The parameters that an optimizer changes.
-        mode: What `sync` does with buffers of floats: "average" or "broadcast".
-
-    Raises:
-        InvalidArgumentError: If ``mode`` is another one, or a buffer cannot be sent.
+    ``mode`` is what `sync` does with buffers of floats: "average" or "broadcast".
     """
 
     def __init__(self, module: Any, trained: Iterable[Any], mode: str) -> None:

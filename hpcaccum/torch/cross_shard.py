@@ -9,7 +9,7 @@ from torch.autograd import Variable as Autograd
 
 from hpcaccum.accumulator import Receipt
 from hpcaccum.arguments import positive_weight
-from hpcaccum.device import is_device, release
+from hpcaccum.device import release
 from hpcaccum.errors import DisagreementError, InvalidArgumentError
 from hpcaccum.optimizers import CrossShardOptimizer
 from hpcaccum.optimizers.slices import exchanged, with_sums
@@ -18,7 +18,7 @@ from hpcaccum.torch.buffers import AVERAGE
 from hpcaccum.torch.tensors import is_cuda, numpy_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
     from types import EllipsisType
 
     import torch
@@ -26,79 +26,12 @@ if TYPE_CHECKING:
 
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
-    from hpcaccum.optimizers.checks import Pairs, Variables
+    from hpcaccum.optimizers.checks import Pairs
     from hpcaccum.optimizers.finite import OnNonfinite
+    from hpcaccum.optimizers.shard_reducer import ShardReducer
     from hpcaccum.optimizers.slices import Gradient
     from hpcaccum.rows import Rows
     from hpcaccum.torch.rule import TorchRule
-
-
-class _BackwardAveraging(CrossShardOptimizer):
-    """Averages gradients before the call that updates the parameters.
-
-    On a device, the means replace the gradients.
-    """
-
-    def initialize(self, var_list: Variables | None) -> None:
-        """Set all variables to those of the first rank. Collective."""
-        super().initialize(var_list)
-        # Memory for means, which have another place.
-        release(self._sums)
-
-    def check_present(self) -> None:
-        """Raise InvalidArgumentError if this rank has left."""
-        self._any_shard().check_present()
-
-    def _is_on_device(self) -> bool:
-        return is_device(next(iter(self._values.values())))
-
-    def start(self, name: str, grad: Array, weight: float) -> None:
-        """Begin to average a gradient."""
-        self._any_shard().start(name, grad, weight)
-
-    def has_started(self, name: str) -> bool:
-        """Whether a gradient was started since the last call of `average`."""
-        return self._any_shard().has_started(name)
-
-    def discard(self) -> None:
-        """Let `average` use nothing that was started before; it may have changed."""
-        self._any_shard().stale = True
-
-    def average(
-        self,
-        pairs: Pairs,
-        given: Mapping[str, Array | Rows],
-        rates: Sequence[float | None],
-        *,
-        skips: bool,
-        lacks: frozenset[str],
-        weight: float,
-    ) -> dict[str, Gradient] | None:
-        """Return the means of gradients over the ranks, by name. Collective.
-
-        Returns:
-            None if all ranks have dropped their gradients.
-        """
-        out: Any = given if self._is_on_device() else None
-        shard = self._any_shard()
-        shard.rates = rates
-        means = shard.reduce(given, out, None, skips=skips, lacks=lacks, weight=weight)
-        # The call that updates the parameters is the user's.
-        shard.updated()
-        if means is None:
-            return None
-        pairs = [(grad, var) for grad, var in pairs if var.name in means]
-        return {
-            var.name: mean for mean, var in with_sums(pairs, means) if mean is not None
-        }
-
-    def fail(self, error: Exception) -> None:
-        """Raise an error of this rank on every rank. Collective."""
-        self._any_shard().fail(error)
-
-    def count(self) -> None:
-        """Count an update with the last means."""
-        self._any_shard().count()
 
 
 class CrossShard(Adapter):
@@ -170,11 +103,21 @@ class CrossShard(Adapter):
             "find_unused": self._find_unused,
         }
 
-    def _make(self) -> _BackwardAveraging:
+    def _make(self) -> CrossShardOptimizer:
         name = type(self).__name__
-        return _BackwardAveraging(
+        return CrossShardOptimizer(
             self._rule, name=name, comm=self._group, **self._options
         )
+
+    @in_stream
+    def _open(self) -> None:
+        super()._open()
+        # Memory for means on a device, which replace the gradients instead.
+        release(self._exchange._sums)
+
+    @property
+    def _shard(self) -> ShardReducer:
+        return self._exchange._any_shard()  # type: ignore[no-any-return]
 
     @in_stream
     def _on_gradient(self, parameter: Any) -> None:
@@ -193,22 +136,22 @@ class CrossShard(Adapter):
 
     def _start(self, parameter: Any) -> None:
         if not self._started:
-            self._exchange.check_present()
+            self._shard.check_present()
             self._started = True
         if parameter.grad is None:
             # A function has returned None for it.
             return
-        if self._exchange.has_started(self._gradients.name_of(parameter)):
+        if self._gradients.names[parameter] in self._shard.started:
             # An error has ended the pass in which it was.
             self._discard()
         # How many rows there are is known when all gradients are.
         elif self._gradients.is_final(parameter):
-            self._exchange.start(*self._gradients.dense(parameter), self._weight)
+            self._shard.start(*self._gradients.dense(parameter), self._weight)
 
     def _discard(self) -> None:
         """Do not use what a pass has started that an error has ended."""
         if self._started:
-            self._exchange.discard()
+            self._shard.stale = True
 
     @in_stream
     def _end_pass(self) -> None:
@@ -222,7 +165,9 @@ class CrossShard(Adapter):
         problem, self._problem = self._problem, None
         pairs: Pairs = []
         given: dict[str, Array | Rows] = {}
-        skips, lacks, means = False, frozenset[str](), None
+        skips, lacks = False, frozenset[str]()
+        sums: Mapping[str, Array | Rows] | None = None
+        means: dict[str, Gradient] = {}
         weight = self._used_weight = self._weight
         try:
             try:
@@ -238,26 +183,33 @@ class CrossShard(Adapter):
             except Exception as error:
                 problem = problem or error
             if problem is not None:
-                self._exchange.fail(problem)
-            rates = self._rule.learning_rates()
-            means = self._exchange.average(
-                pairs, given, rates, skips=skips, lacks=lacks, weight=weight
+                self._shard.fail(problem)
+            self._shard.rates = self._rule.learning_rates()
+            out: Any = given if is_cuda(self._first) else None
+            sums = self._shard.reduce(
+                given, out, None, skips=skips, lacks=lacks, weight=weight
             )
+            # The call that updates the parameters is the user's.
+            self._shard.updated()
+            pairs = [(g, var) for g, var in pairs if sums and var.name in sums]
+            averaged = with_sums(pairs, sums or {})
+            means = {var.name: each for each, var in averaged if each is not None}
         except DisagreementError as error:
             if "gradient of " in str(error):
                 error.args = (f"{error}; find_unused=True uses zeros instead of none",)
             raise
         finally:
-            self._gradients.clear(lacks.difference(means or ()))
+            self._gradients.clear(lacks.difference(means))
             if not is_cuda(self._first):
-                self._gradients.replace(means or {})
-        if means is None:
+                self._gradients.replace(means)
+        if sums is None:
             self._gradients.clear()
         self._found = bool(means)
         self._averaged, self._skipped = True, skips
 
     def _check_weight(self, weight: float) -> None:
-        if self._averaged and weight != self._used_weight:
+        same = weight == self._used_weight and not isinstance(weight, bool)
+        if self._averaged and not same:
             raise InvalidArgumentError(
                 f"{self._what}: the backward pass has exchanged the gradients with "
                 f"weight {self._used_weight}, not {weight}; call backward() and step() "
@@ -273,7 +225,7 @@ class CrossShard(Adapter):
             raise self._no_gradient()
         self._averaged, step = False, self._exchange.global_step
         if self._found:
-            self._exchange.count()
+            self._shard.count()
             self.optimizer.step()
         return Receipt(not self._skipped, step, step, nonfinite=self._skipped)
 
@@ -284,7 +236,7 @@ class CrossShard(Adapter):
         self._discard()
 
     def _check_present(self) -> None:
-        self._exchange.check_present()
+        self._shard.check_present()
 
     def _restore(self, snapshot: Any, what: str) -> None:
         states = {} if snapshot is None else snapshot["state"]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator import Receipt
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.finite import OnNonfinite
+    from hpcaccum.optimizers.one_sided import OneSidedOptimizer
     from hpcaccum.server import Lateness, Servers
 
 
@@ -60,8 +61,7 @@ class OneSided(Adapter):
     Args:
         optimizer, module, buffers, comm: As for `Adapter`.
         strategy: The options that only this strategy has, by name.
-        host: The rank that holds the center.
-        dedicated: Whether servers only serve; they then call `serve`.
+        host, dedicated, on_nonfinite, min_workers: See `OneSidedOptimizer`.
         servers: The ranks that hold the center, and update it: one rank, or several on
             different nodes, of which the first is the host. Each holds whole
             parameters, and a copy of the torch optimizer for them, which must update
@@ -75,12 +75,12 @@ class OneSided(Adapter):
             parameters in other ways.
         capacity: Maximum number of different rows in one such gradient; by default all
             rows. The server allocates memory for this number of rows for each rank.
-        on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
-            sends them, "drop" drops all gradients of the step on this rank, "raise"
-            raises InvalidArgumentError on this rank.
-        min_workers: Fewest ranks that train on after others are lost; if fewer remain,
-            all raise LostRankError.
     """
+
+    # The optimizer of hpcaccum that has this strategy.
+    _strategy: Callable[..., OneSidedOptimizer]
+    # Whether the torch optimizer makes steps of its own.
+    _is_local = False
 
     def __init__(
         self,
@@ -122,7 +122,12 @@ class OneSided(Adapter):
         self._noted = noted
         self._rule.note_values()
 
+    def _make(self) -> OneSidedOptimizer:
+        return self._strategy(self._rule, comm=self._group, **self._options)
+
     def _update(self) -> Receipt:
+        if self._is_local:
+            return self._apply()
         # Instead of the step of the optimizer, with its hooks.
         step = torch.optim.Optimizer.profile_hook_step(lambda _: self._exchange_once())
         receipt: Receipt = step(self.optimizer)
@@ -227,6 +232,8 @@ class SyncReplicas(OneSided):
         options: See `OneSided`.
     """
 
+    _strategy = SyncReplicasOptimizer
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -235,9 +242,6 @@ class SyncReplicas(OneSided):
     ) -> None:
         strategy = {"replicas_to_aggregate": replicas_to_aggregate}
         super().__init__(optimizer, strategy, **options)
-
-    def _make(self) -> SyncReplicasOptimizer:
-        return SyncReplicasOptimizer(self._rule, comm=self._group, **self._options)
 
 
 class DropStale(OneSided):
@@ -252,6 +256,8 @@ class DropStale(OneSided):
         options: See `OneSided`.
     """
 
+    _strategy = DropStaleGradientOptimizer
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -262,9 +268,6 @@ class DropStale(OneSided):
     ) -> None:
         strategy = {"staleness": staleness, "lateness": lateness}
         super().__init__(optimizer, strategy, **options)
-
-    def _make(self) -> DropStaleGradientOptimizer:
-        return DropStaleGradientOptimizer(self._rule, comm=self._group, **self._options)
 
 
 class AGN(OneSided):
@@ -280,6 +283,9 @@ class AGN(OneSided):
         options: See `OneSided`.
     """
 
+    _strategy = AGNOptimizer
+    _is_local = True
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -288,13 +294,6 @@ class AGN(OneSided):
     ) -> None:
         strategy = {"communication_period": communication_period}
         super().__init__(optimizer, strategy, **options)
-
-    def _make(self) -> AGNOptimizer:
-        return AGNOptimizer(self._rule, comm=self._group, **self._options)
-
-    def _update(self) -> Receipt:
-        # The optimizer makes the local step.
-        return self._apply()
 
 
 class LocalSteps(OneSided):
@@ -323,6 +322,7 @@ class LocalSteps(OneSided):
 
     outer: torch.optim.Optimizer
     _outer_rule: TorchRule | None = None
+    _is_local = True
 
     def __init__(
         self,
@@ -366,7 +366,3 @@ class LocalSteps(OneSided):
     @property
     def _saved(self) -> torch.optim.Optimizer:
         return self.outer
-
-    def _update(self) -> Receipt:
-        # The optimizer makes the local step.
-        return self._apply()

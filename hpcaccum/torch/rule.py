@@ -15,11 +15,11 @@ from hpcaccum.optimizers import Optimizer, Variable
 from hpcaccum.optimizers.base import KeptState
 from hpcaccum.optimizers.update_rule import finite
 from hpcaccum.rows import IndexedSlices
-from hpcaccum.torch.rows import gradient_of, needs_for_rows
+from hpcaccum.torch.gradients import gradient_of, needs_for_rows
 from hpcaccum.torch.tensors import CPU, array_of, laid_out, tensor_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from hpcaccum.optimizers.snapshot import Key, Parts
 
@@ -31,29 +31,18 @@ _COUNTS_THERE = (_CAPTURABLE, "fused")
 
 
 class _Target(NamedTuple):
-    """Tensors, and the optimizer that updates them.
-
-    Attributes:
-        optimizer: Of PyTorch.
-        tensors: By the names of the variables.
-    """
+    """Tensors, by the names of the variables, and the optimizer that updates them."""
 
     optimizer: Any
     tensors: Mapping[str, Any]
 
 
 class _GroupOptions:
-    """The options of the parameter groups of an optimizer, as a center has them.
-
-    Args:
-        optimizer: Of PyTorch.
-
-    Attributes:
-        center: The parameter groups of the center, on its rank.
-    """
+    """The options of the parameter groups of an optimizer, as a center has them."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer, self._sizes = optimizer, _sizes(optimizer)
+        # The parameter groups of the center, on its rank.
         self.center: Sequence[dict[str, Any]] | None = None
         # Those that the center, or all servers, have, of each parameter group.
         self._copied: list[dict[str, Any]] = [{} for _ in self._sizes]
@@ -101,15 +90,8 @@ class TorchRule(Optimizer):
     It is not `elementwise`: whether an optimizer is cannot be known. But it must update
     each parameter independently of the others, as all of `torch.optim` do.
 
-    Args:
-        optimizer: Of PyTorch.
-        parameters: Its parameters, by name.
-        sparse: Names of those whose gradients are sparse.
-        capacity: Maximum number of rows of such a gradient that a server gets; by
-            default all.
-
     Attributes:
-        parameters: As given.
+        parameters: By name.
         own: The parameters as variables.
     """
 
@@ -150,20 +132,14 @@ class TorchRule(Optimizer):
         groups = [_options(group) for group in self._original.optimizer.param_groups]
         return f"{self.get_name()}({', '.join(map(repr, groups))})"
 
-    def check_parameters(self) -> None:
-        """Raise InvalidArgumentError if the optimizer has got parameters since."""
-        self._host_options.check()
-
     def reclaim(self) -> None:
-        """Move parameters back to the memory of the variables.
-
-        ``p.data = ...`` replaces it, as does `torch.nn.utils.vector_to_parameters`.
-        """
+        """Move parameters back to the memory of the variables; ``p.data = x`` moves."""
         for name, memory in self._memory.items():
             parameter = self.parameters[name]
             if parameter.data_ptr() != memory.data_ptr():
                 _check_same(name, parameter, memory)
-                if not _is_copy(parameter, memory):
+                same = torch.allclose(parameter, memory, rtol=0, atol=0, equal_nan=True)
+                if not same:
                     # It counts as a change of the parameter, whose version this is.
                     memory.copy_(parameter.detach())
                 parameter.data = memory
@@ -191,7 +167,8 @@ class TorchRule(Optimizer):
         super().initialize(var_list)
         variables = list(var_list)
         if not self._has(variables):
-            self._center = self._copy_for(variables)
+            tensors = {var.name: tensor_of(var.value) for var in variables}
+            self._center = _Target(_copied(self._original, tensors), tensors)
             self._host_options.center = self._center.optimizer.param_groups
 
     def _has(self, variables: Sequence[Variable]) -> bool:
@@ -203,11 +180,6 @@ class TorchRule(Optimizer):
         if self._center is None or self._has(variables):
             return self._original
         return self._center
-
-    def _copy_for(self, variables: Iterable[Variable]) -> _Target:
-        """Return a copy of the optimizer for these variables, of a center or a part."""
-        tensors = {var.name: tensor_of(var.value) for var in variables}
-        return _Target(_copied(self._original, tensors), tensors)
 
     def apply_gradients(
         self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
@@ -405,11 +377,6 @@ def _state_variable(title: str, value: Any) -> Variable:
             f"state {title!r} is a {kind}; only dense tensors and integers can be saved"
         )
     return Variable(array_of(value), title, trainable=False)
-
-
-def _is_copy(parameter: Any, memory: Any) -> bool:
-    """Whether a parameter has the same values as its former memory."""
-    return bool(torch.allclose(parameter, memory, rtol=0, atol=0, equal_nan=True))
 
 
 def _check_same(name: str, now: Any, before: Any) -> None:

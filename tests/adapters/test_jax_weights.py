@@ -71,7 +71,7 @@ def test_a_weight_multiplies_the_gradient(comm, size):
     np.testing.assert_allclose(opt.params, -0.25 * size)
 
 
-@pytest.mark.parametrize("weight", [0, -1.0, float("nan"), None, [1.0, 2.0]])
+@pytest.mark.parametrize("weight", [0, -1.0, float("nan"), None, True, [1.0, 2.0]])
 def test_what_is_no_weight_is_an_error_of_all_ranks(comm, rank, size, weight):
     average = hpj.average(comm)
     grads = jnp.ones(2)

@@ -15,6 +15,7 @@ import torch
 import hpcaccum as hpc
 import hpcaccum.torch as hpt
 from hpcaccum.device import arrays as device
+from hpcaccum.optimizers.shard_reducer import ShardReducer
 from hpcaccum.torch import tensors
 
 from ..common import every_pair
@@ -161,6 +162,14 @@ def test_all_calls_use_the_stream_of_pytorch(kind, there, comm, rank, monkeypatc
     monkeypatch.setattr(
         adapter, "_make", lambda self: Watched(make(self), seen, current)
     )
+    for name in ("start", "reduce"):
+        call = getattr(ShardReducer, name)
+
+        def noted(*args, name=name, call=call, **options):
+            seen.setdefault(name, []).append(current().ptr)
+            return call(*args, **options)
+
+        monkeypatch.setattr(ShardReducer, name, noted)
     model = there.model()
     with STRATEGIES[kind](torch.optim.SGD(groups(model), 1.0), comm) as opt:
         model.backward(rank, 0)
@@ -169,7 +178,7 @@ def test_all_calls_use_the_stream_of_pytorch(kind, there, comm, rank, monkeypatc
         meet()
         opt.load_state_dict(opt.state_dict() if rank == 0 else None)
         opt.leave()
-    exchange = {"start", "average"} if kind == "CrossShard" else {"apply_gradients"}
+    exchange = {"start", "reduce"} if kind == "CrossShard" else {"apply_gradients"}
     called = {"initialize", "center", "snapshot", "restore", "leave", "free", *exchange}
     assert {name for name in called if rank == 0 or name != "snapshot"} <= set(seen)
     assert {pointer for calls in seen.values() for pointer in calls} == {there.stream()}

@@ -201,7 +201,7 @@ def test_any_error_in_a_hook_is_raised_on_all_ranks(error, comm, rank, monkeypat
             def start(*args):
                 raise error
 
-            monkeypatch.setattr(opt._exchange, "start", start)
+            monkeypatch.setattr(opt._shard, "start", start)
         found = raised(full(model, rank, 0).backward)
         assert isinstance(found, type(error) if rank == 1 else RuntimeError)
         assert "no" in str(found)

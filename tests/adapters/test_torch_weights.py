@@ -109,14 +109,15 @@ def test_a_weight_multiplies_the_gradient(comm, size, name):
     np.testing.assert_allclose(model.values()["w"], -0.25 * updates)
 
 
-def test_a_weight_comes_too_late_for_gradients_that_were_exchanged(comm):
+@pytest.mark.parametrize("weight", [2, True])
+def test_a_weight_comes_too_late_for_gradients_that_were_exchanged(comm, weight):
     model = Model()
     opt = STRATEGIES["CrossShard"](
         torch.optim.SGD(model.parameters(), 1.0), comm, module=model
     )
     with opt:
         model.backward(0, 0)
-        error = raised(opt.step, weight=2)
+        error = raised(opt.step, weight=weight)
         assert isinstance(error, hpc.InvalidArgumentError)
         assert "in a block of weighted()" in str(error)
         opt.step(weight=1)

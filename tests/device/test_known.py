@@ -9,7 +9,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum.device import arrays as device
 from hpcaccum.device.tables import Known
-from hpcaccum.optimizers import checks
+from hpcaccum.optimizers import update_rule
 
 STEP = 7
 # What may lie where an array of 4 x 4 float32 lay before, and is no such array.
@@ -117,9 +117,9 @@ def test_rules_check_the_rest_of_a_call_before_any_change():
 
 
 def test_rules_check_the_same_gradients_once(monkeypatch):
-    checked, check = [], checks.check_gradient
+    checked, check = [], update_rule.check_gradient
     monkeypatch.setattr(
-        checks, "check_gradient", lambda *given: checked.append(1) or check(*given)
+        update_rule, "check_gradient", lambda *given: checked.append(1) or check(*given)
     )
     rule, grads = hpc.Adam(), squares()
     variables = [hpc.Variable(cupy.zeros((4, 4), np.float32), f"w{i}") for i in "abc"]

@@ -133,7 +133,7 @@ def test_rows_count_with_the_weight_of_their_rank(comm, rank, size, step, rows):
     np.testing.assert_allclose(w.value[:, 1], expected / sum(WEIGHTS[:size]), 1e-13)
 
 
-@pytest.mark.parametrize("weight", [0, np.nan, "1"])
+@pytest.mark.parametrize("weight", [0, np.nan, "1", True])
 def test_what_is_no_weight_is_an_error_of_all_ranks(comm, rank, weight):
     w = variable(np.zeros(5))
     with hpc.CrossShardOptimizer(hpc.SGD(1), comm=comm) as opt:
@@ -199,7 +199,7 @@ def test_a_weight_multiplies_a_gradient_that_is_an_update(comm, rank, size, name
 
 
 @pytest.mark.parametrize("name", ONE_SIDED)
-@pytest.mark.parametrize("weight", [0, np.inf, None])
+@pytest.mark.parametrize("weight", [0, np.inf, None, True])
 def test_what_is_no_weight_is_refused_on_this_rank(comm, name, weight):
     w = variable(np.zeros(5))
     with ONE_SIDED[name](hpc.SGD(1), [w], comm) as opt:

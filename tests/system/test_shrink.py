@@ -65,10 +65,13 @@ def gradient(rank, step):
     values = np.random.default_rng([rank, step]).standard_normal(length)
     return values.astype(np.float32)
 
+weights = [4.0, 1.0, 0.5, 2.0] if mode == "weights" else [1.0] * 4
+
 def counted(found, among, mean, same=np.array_equal):
     for lost in range(len(among)):
         for ranks in itertools.combinations(among, len(among) - lost):
-            if same(found, mean([gradient(each, step) for each in ranks])):
+            given = [gradient(each, step) for each in ranks]
+            if same(found, mean(given, [weights[each] for each in ranks])):
                 return ranks
     raise AssertionError((step, among, found[:4]))
 
@@ -107,10 +110,12 @@ for step in range(9):
     if mode == "two calls":
         opt.apply_gradients(opt.compute_gradients(lambda: (0.0, [mine]), [w]))
     else:
-        opt.minimize(lambda: (0.0, [mine]), var_list=[w])
-    same = close if mode == "two calls" or skips else np.array_equal
+        weight = weights[rank]
+        opt.minimize(lambda: (0.0, [mine]), var_list=[w], weight=weight)
+    same = close if mode in ("two calls", "weights") or skips else np.array_equal
     among = present[1:] if skips else present
-    used = counted(w.value, among, lambda each: before - naive.allreduce(each), same)
+    mean = lambda given, weights: before - naive.allreduce(given, weights=weights)
+    used = counted(w.value, among, mean, same)
     found += "".join(map(str, used)) + " "
     present = (0, *used) if skips else used
 assert opt.global_step == 9
@@ -135,7 +140,7 @@ for step in range(9):
         out = np.zeros(length, np.float32)
         total = sums.reduce({"a": gradient(rank, step)}, out={"a": out})["a"]
         assert np.array_equal(out, total)
-    present = counted(total, present, lambda each: naive.allreduce(each, "SUM"))
+    present = counted(total, present, lambda given, _: naive.allreduce(given, "SUM"))
     assert tuple(sums.counted) == present
     found += "".join(map(str, present)) + " "
 sums.free()
@@ -229,6 +234,8 @@ def test_a_gradient_that_was_there_counts(counted, ranks, case):
     [
         ("in place", LATE[0]),
         ("two calls", LATE[1]),
+        ("weights", LATE[0]),
+        ("weights", LATE[1]),
         ("drop", LATE[0]),
         ("disagree", LATE[1]),
     ],

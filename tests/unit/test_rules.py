@@ -309,7 +309,7 @@ def test_slots_are_made_by_initialize_and_shown_from_the_first_update(rule):
     opt, w, v = MAKERS[rule](), one(), one(name="v")
     opt.initialize([w, v, Variable(0, "n")])
     names = opt.get_slot_names()
-    made = dict(opt._states.make(w, {}).slots)
+    made = dict(opt._state(w).slots)
     assert opt.variables() == []
     assert [opt.get_slot(w, name) for name in names] == [None] * len(names)
     steps(opt, w, [1])
