@@ -9,7 +9,7 @@ from hpcaccum import ConditionalAccumulator, Reducer, SyncReplicasOptimizer, gro
 from hpcaccum.bench.links import RingExchange
 from hpcaccum.bench.measure import Memory, measure, rows
 from hpcaccum.bench.options import BENCHMARKS, CASES, WIRE
-from hpcaccum.server import Publisher
+from hpcaccum.server.publisher import Publisher
 
 pytestmark = pytest.mark.any_size
 
