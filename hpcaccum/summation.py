@@ -69,7 +69,7 @@ def _add_chunks(
     if out.size <= _CHUNK and scratch is None:
         add_at_once(parts, out, divisor, factors)
         return
-    products = None if _are_one(factors) else np.empty(_CHUNK, dtype)
+    products = np.empty(_CHUNK, dtype) if factors else None
     for start in range(0, out.size, _CHUNK):
         piece = slice(start, start + _CHUNK)
         place = out[piece]
@@ -123,39 +123,22 @@ def add_at_once(
 
     ``scratch`` has the dtype of ``out``, and its size or more.
     """
-    if _are_one(factors):
-        _add(parts, out)
+    dtype = out.dtype
+    if not factors or set(factors) == {1}:
+        if len(parts) == 1:
+            out[...] = parts[0]
+        else:
+            np.add(parts[0], parts[1], out, dtype=dtype)
+        for part in parts[2:]:
+            np.add(out, part, out, dtype=dtype)
     else:
         scratch = np.empty_like(out) if scratch is None else scratch[: out.size]
-        _add_products(parts, out, factors, scratch)
+        np.multiply(parts[0], dtype.type(factors[0]), out, dtype=dtype)
+        for part, factor in zip(parts[1:], factors[1:], strict=True):
+            if factor != 1:
+                part = np.multiply(part, dtype.type(factor), scratch, dtype=dtype)
+            np.add(out, part, out, dtype=dtype)
     divide(out, divisor)
-
-
-def _add(parts: Sequence[Array], out: Array) -> None:
-    dtype = out.dtype
-    if len(parts) == 1:
-        out[...] = parts[0]
-    else:
-        np.add(parts[0], parts[1], out, dtype=dtype)
-    for part in parts[2:]:
-        np.add(out, part, out, dtype=dtype)
-
-
-def _are_one(factors: Sequence[float]) -> bool:
-    return not factors or all(factor == 1 for factor in factors)
-
-
-def _add_products(
-    parts: Sequence[Array], out: Array, factors: Sequence[float], scratch: Array
-) -> None:
-    dtype = out.dtype
-    total: Array | None = None
-    for part, factor in zip(parts, factors, strict=True):
-        added = part
-        if factor != 1:
-            place = out if total is None else scratch
-            added = np.multiply(part, dtype.type(factor), place, dtype=dtype)
-        total = added if total is None else np.add(total, added, out, dtype=dtype)
 
 
 def divide(total: Array, divisor: float) -> None:
