@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpcaccum.mpi import AtomicWords, NodeMemory, bits, number_of
-from hpcaccum.reducer.quiet import Quiet
 from hpcaccum.reducer.schedule import Schedule
 from hpcaccum.reducer.staging import copy
-from hpcaccum.summation import add_at_once
+from hpcaccum.summation import Quiet, add_at_once
 
 if TYPE_CHECKING:
     from hpcaccum.reducer.schedule import Call, Case, Plan

@@ -17,10 +17,9 @@ import numpy as np
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.layout import ALIGNMENT
 from hpcaccum.mpi import AtomicWords, NodeMemory, bits, number_of
-from hpcaccum.reducer.quiet import Quiet
 from hpcaccum.reducer.schedule import Schedule, combined
 from hpcaccum.reducer.staging import StagedCopies, Staging, copy, copy_in, stages
-from hpcaccum.summation import add_in_order
+from hpcaccum.summation import Quiet, add_in_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from hpcaccum.layout import Layout
     from hpcaccum.mpi import Group
     from hpcaccum.reducer.schedule import Call, Case, Plan
-    from hpcaccum.reducer.spin_wait import SpinWait
+    from hpcaccum.reducer.waiting import SpinWait
 
 # Bytes of the largest bucket of which threads share the work.
 _MOST_SHARED = 16 << 20
