@@ -34,10 +34,6 @@ class DeviceCalls:
 
     The device reads and writes the schedule's memory directly, without another copy in
     CPU memory. Each rank decides independently; others may contribute CPU arrays.
-
-    Args:
-        layout: Of the arrays.
-        schedule: What reduces them.
     """
 
     def __init__(self, layout: Layout, schedule: Schedule) -> None:

@@ -135,10 +135,6 @@ class _Attempt:
 
     Each rank writes to shared memory how its attempt has ended. A rank whose NCCL waits
     for one that has failed learns it there.
-
-    Args:
-        group: The ranks, on one node.
-        identity: For `NcclSum`.
     """
 
     def __init__(self, group: Group, identity: bytes) -> None:

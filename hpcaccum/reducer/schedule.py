@@ -91,12 +91,7 @@ def cut(size: int, most: int) -> list[slice]:
 
 
 class Readiness:
-    """Counts how many buckets, from the first on, consist of ready arrays only.
-
-    Args:
-        layout: Of the arrays.
-        buckets: In the order of work.
-    """
+    """Counts how many buckets, from the first on, consist of ready arrays only."""
 
     def __init__(self, layout: Layout, buckets: list[slice]) -> None:
         inside = [layout.overlaps(bucket) for bucket in buckets]

@@ -23,10 +23,6 @@ class CallSequence:
     Calls of different ranks are paired in their order. The first one may begin after
     `open`.
 
-    Args:
-        group: The ranks.
-        name: Of the reducer; begins messages.
-
     Attributes:
         broken: Whether this rank is in a call that is not complete, or has left one.
             Other ranks may then still read and write this rank's memory.
@@ -92,13 +88,7 @@ _LOOKS, _CROWDED_LOOKS = 3000, 100
 
 
 class SpinWait:
-    """Waits for other ranks in a reducer's call: spins at first. Collective.
-
-    Args:
-        group: The ranks, on one node or on several.
-        calls: What this rank waits in. It has the time limit, and names the missing
-            ranks.
-    """
+    """Waits for other ranks in a reducer's call: spins at first. Collective."""
 
     def __init__(self, group: Group, calls: CallSequence) -> None:
         cores = group.node.allgather(os.sched_getaffinity(0))

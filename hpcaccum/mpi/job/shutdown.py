@@ -160,10 +160,8 @@ def install_excepthook() -> None:
 def at_exit(close: Callable[[], None], order: Order = _FIRST) -> None:
     """Have ``close`` called before MPI_Finalize, last registered first.
 
-    Args:
-        close: The call, which may be collective.
-        order: That of its group. Threads register what they make in any order, so those
-            of a greater order come first.
+    Threads register what they make in any order, so that of groups of a greater
+    ``order`` comes first.
     """
     _open.append(_Closer(True, order, close))
 

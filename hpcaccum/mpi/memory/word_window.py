@@ -29,18 +29,11 @@ class WordWindow:
     No word is used twice. So all words of a part are 0 at first, and no rank has to
     wait for the others when it takes or returns a part.
 
-    Args:
-        group: The ranks, all on one node.
-        root: The rank with the memory.
-        count: Number of words.
-
-    Attributes:
-        taken: How many words have been taken.
-        mpi: The window itself.
-        words: The words.
+    The memory is that of the rank ``root``; all ranks are on one node.
     """
 
     def __init__(self, group: Group, root: int, count: int) -> None:
+        # How many words there are, have been taken, and parts of them that are in use.
         self._count, self.taken, self._users = count, 0, 0
         # Whether no more parts are taken, so that the last one to be returned frees it.
         self._full = False

@@ -70,20 +70,16 @@ _AFTER_LOSS = 1 << 40
 
 @dataclass
 class Track:
-    """A series of collective calls, which every rank counts.
+    """A series of collective calls, which every rank counts."""
 
-    Attributes:
-        number: Identifies the track in its group; the same on all ranks.
-        what: Name for messages.
-        advice: Ends messages about ranks that do not make the next call; "" for none.
-        calls: Number of complete calls on this rank.
-        thread: The thread of this rank that made the last call.
-    """
-
+    # The same on all ranks of the group.
     number: int
     what: str
+    # Ends messages about ranks that do not make the next call.
     advice: str = ""
+    # Those that are complete on this rank.
     calls: int = 0
+    # That made the last one.
     thread: int = field(default_factory=threading.get_ident)
 
     def __str__(self) -> str:
@@ -94,13 +90,8 @@ class Track:
 class ControlChannel:
     """The exchanges of one group, and its tracks. Used by its `Group`.
 
-    Args:
-        comm: The private communicator of the group.
-        lost: The ranks that are lost, each with why. It is changed while `lock` is
-            held.
-
-    Attributes:
-        lock: Held while messages are sent and received.
+    ``lost`` are its ranks that are lost, each with why. It is changed while `lock` is
+    held, as while messages are sent and received.
     """
 
     def __init__(self, comm: mpi4py_MPI.Intracomm, lost: Mapping[int, str]) -> None:
@@ -144,13 +135,8 @@ class ControlChannel:
     def check(self, track: Track, deadline: Deadline) -> None:
         """Raise if the next call of a track, in which this rank waits, cannot complete.
 
-        Args:
-            track: The track of the call.
-            deadline: The deadline of the wait.
-
-        Raises:
-            DisagreementError: If a rank that has not made the call waits for this rank
-                in another one.
+        That is DisagreementError, if a rank that has not made the call waits for this
+        rank in another one.
         """
         with self.lock:
             self._receive_all()
