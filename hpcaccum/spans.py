@@ -26,8 +26,6 @@ F = TypeVar("F", bound="Function")
 # Seconds of a wait after which it is asked what is missing, for the first time. The
 # answer may be a round trip to another node.
 _PATIENCE = 1e-3
-
-
 # Events that a rank keeps; one takes some 300 bytes.
 MOST = 1_000_000
 
@@ -270,15 +268,9 @@ def blocks(
 
 
 class Marked(NamedTuple):
-    """A method that is marked with `traced`.
+    """A method that is marked with `traced`; see there."""
 
-    Attributes:
-        owner, method: The class that defines it, and its name.
-        name: Of its spans.
-        describe: Returns what is shown with a span.
-        wrap: Makes the wrapper that records.
-    """
-
+    # The class that defines it, and its name.
     owner: type
     method: str
     name: str

@@ -5,9 +5,8 @@ job: How this process is part of a job. `runtime` and `launcher` start MPI; `shu
     ranks know of each other's processes, `cuda_aware` which memory MPI accepts.
 talk: A `Group` is a private communicator with exchanges that name the ranks they wait
     for (`control`, over a `Mailbox`). `complete` waits for requests, `failures` has
-    calls that go on after a rank is lost, `blocking` limits those that block.
-    `progress` says how often a thread calls MPI for other nodes; `creation` makes
-    communicators.
+    calls that go on after a rank is lost. `progress` says how often a thread calls MPI
+    for other nodes; `creation` makes communicators.
 memory: `AtomicWords` (parts of a `word_window`) and `NodeMemory` are mapped by all
     ranks of a node. Ranks of all nodes reach a `Region` one-sidedly. `windows` makes
     those of MPI.

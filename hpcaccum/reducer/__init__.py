@@ -8,9 +8,8 @@ Imports `mpi`, `device` and the modules below them; never `accumulator`.
 
 from __future__ import annotations
 
-from hpcaccum.reducer.options import ReducerStatistics, check_schedule
-from hpcaccum.reducer.reducer import Reducer
-from hpcaccum.reducer.selection import RAISE
+from hpcaccum.reducer.reducer import Reducer, ReducerStatistics
+from hpcaccum.reducer.selection import RAISE, check_schedule
 from hpcaccum.reducer.signature import Interruption
 
 __all__ = [

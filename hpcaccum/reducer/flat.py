@@ -83,12 +83,10 @@ class SmallFlat(MessageSchedule):
     def complete(self, call: Call) -> bool:
         """Sum all at once, and divide if all ranks make the same call."""
         self._weigh(slice(None))
-        self._signature[:] = self._digits.of(call.signature)
+        self._signature[:], agreed = self._digits.of(call.signature)
         self._message[-1] = self.weight
-        request = self._comm.Iallreduce(MPI.IN_PLACE, self._message)
-        agreed = self._digits.sums(call.signature)
-        self._wait(request.Test)
-        self.total_weight = float(self._message[-1])
+        self._wait(self._comm.Iallreduce(MPI.IN_PLACE, self._message).Test)
+        self._note_total(float(self._message[-1]))
         if self._signature != agreed:
             return False
         self._divide(slice(None))
@@ -111,7 +109,7 @@ class Blocking(MessageSchedule):
 
     def complete(self, call: Call) -> bool:
         """Wait for all ranks, then reduce all buckets."""
-        if not self._reached(self._compare(call.signature)):
+        if not self._agree(call.signature):
             return False
         self._collect_all(call)
         return True
@@ -127,7 +125,7 @@ class Blocking(MessageSchedule):
         """Wait for all ranks, then sum the buffer in place."""
         # MPI does not know streams.
         current_stream().synchronize()
-        if not self._reached(self._compare(signature)):
+        if not self._agree(signature):
             return False
         for bucket in self.buckets:
             self._comm.Allreduce(MPI.IN_PLACE, buffer[bucket])

@@ -16,6 +16,8 @@ from hpcaccum.reducer.two_shot import NodeSum
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.dtypes import Array
@@ -63,16 +65,8 @@ class Hierarchical(MessageSchedule):
         peers = split(group.comm, color, number)
         self._peers = Peers(peers, plan)
         wait = plan.wait.progressing(self._progress)
-        size = self._inside.size
-        # A power of 2 changes no bit, and sums are as large as without weights, which
-        # matters if they travel in a narrower dtype.
         self._sum = NodeSum(
-            self._inside,
-            plan.layout,
-            plan.buckets,
-            summing,
-            wait,
-            lambda weight: math.ldexp(0.5, math.frexp(weight / size)[1]),
+            self._inside, plan.layout, plan.buckets, summing, wait, _scaled
         )
         super().__init__(plan, self._sum.sent, self._sum.received)
         self.result_bytes = self._sum.result_bytes
@@ -84,7 +78,7 @@ class Hierarchical(MessageSchedule):
     def prepare(self, weight: float, *, mean: bool) -> None:
         """Do as `Schedule.prepare`."""
         super().prepare(weight, mean=mean)
-        self._sum.weight = weight
+        self._sum.prepare(weight)
 
     def offer(self, count: int) -> None:
         """Sum inside the node what all its ranks have contributed, and send it."""
@@ -102,10 +96,8 @@ class Hierarchical(MessageSchedule):
         while self._sum.summed < len(self.buckets):
             self._sum.sum_next()
             self._send()
-        agreement = self._compare(call.signature)
-        self._wait(lambda: self._peers.progress() and agreement.request.Test())
-        agreed = self._reached(agreement)
-        # Inside a node all pass the same signature: `agreement` covers all nodes.
+        agreed = self._agree(call.signature, self._peers.progress)
+        # Inside a node all pass the same signature: that covers all nodes.
         self._sum.report(0)
         self._sum.end(0)
         self._peers.end()
@@ -122,6 +114,15 @@ class Hierarchical(MessageSchedule):
             self._peers.free()
         super().free(abandoned=abandoned)
         self._inside.free()
+
+
+def _scaled(weights: Sequence[float]) -> tuple[Sequence[float], float]:
+    """Return the factors and the divisor of sums that are as large as without weights.
+
+    That matters if they travel in a narrower dtype. A power of 2 changes no bit.
+    """
+    mean = sum(weights) / len(weights)
+    return weights, math.ldexp(0.5, math.frexp(mean)[1])
 
 
 class _Transfer(NamedTuple):

@@ -74,11 +74,11 @@ class Nccl(MessageSchedule):
 
     def complete(self, call: Call) -> bool:
         """Compare the signatures of a call without arrays."""
-        return self._reached(self._compare(call.signature))
+        return self._agree(call.signature)
 
     def reduce_device(self, signature: int, buffer: Any) -> bool:
         """Wait for all ranks, then queue the sum of the buffer in place."""
-        if not self._reached(self._compare(signature)):
+        if not self._agree(signature):
             return False
         failure = None
         try:
@@ -87,7 +87,7 @@ class Nccl(MessageSchedule):
         except Exception as error:
             failure = error
         mine = FAILED if failure else signature
-        if self._reached(self._compare(mine)) and failure is None:
+        if self._agree(mine) and failure is None:
             return True
         self._abort(failure)
         if failure is not None:
@@ -135,10 +135,6 @@ class _Attempt:
 
     Each rank writes to shared memory how its attempt has ended. A rank whose NCCL waits
     for one that has failed learns it there.
-
-    Args:
-        group: The ranks, on one node.
-        identity: For `NcclSum`.
     """
 
     def __init__(self, group: Group, identity: bytes) -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpcaccum.mpi import AtomicWords, NodeMemory, bits, number_of
-from hpcaccum.reducer.quiet import Quiet
 from hpcaccum.reducer.schedule import Schedule
 from hpcaccum.reducer.staging import copy
-from hpcaccum.summation import add_at_once
+from hpcaccum.summation import Quiet, add_at_once
 
 if TYPE_CHECKING:
     from hpcaccum.reducer.schedule import Call, Case, Plan
@@ -59,13 +58,11 @@ class OneShot(Schedule):
         # Those that count.
         self._summed = self._copies.copy()
         self._own = [layout.views(copies[group.rank]) for copies in self._copies]
-        # Two blocks, used in turn as the copies are: the numbers of the calls of all
-        # ranks, their signatures, and their weights.
+        # Two blocks, used in turn as the copies are. Of each rank: twice the number of
+        # its call, and 1 if its weight is not 1; its signature; and this weight.
         self._words = AtomicWords(group, 0, 2 * 3 * group.size)
-        self._weights: list[float] = []
-        # This rank's weight in each block, which stays there.
-        self._stored = [0.0, 0.0]
-        self._ones = [bits(1.0)] * group.size
+        # Whether the last call had a weight that is not 1.
+        self._weighted = False
         self._quiet, self._calls, self._gone = Quiet(), 0, plan.gone
         self.window_bytes = 2 * layout.nbytes
 
@@ -81,8 +78,8 @@ class OneShot(Schedule):
             copy(call.inputs, self._own[parity])
         if not self._all_agree(call.signature):
             return False
-        parts, divisor = self._summed[parity], self.divisor
-        self._quiet(add_at_once, parts, self.received, divisor, self._weights)
+        numbers = self.divisor, self.factors
+        self._quiet(add_at_once, self._summed[parity], self.received, *numbers)
         if call.reduced is not None and self.buckets:
             call.reduced(0)
         if call.out:
@@ -101,36 +98,33 @@ class OneShot(Schedule):
         which a rank begins after it has read this block.
         """
         words, size, call = self._words, self._size, self._calls
-        numbers, read = call % 2 * 3 * size, words.read_range
-        signatures = numbers + size
-        words.store_unordered(signatures + self._rank, mine)
-        if self._stored[call % 2] != self.weight:
-            self._stored[call % 2] = self.weight
-            words.store_unordered(signatures + size + self._rank, bits(self.weight))
-        words.store(numbers + self._rank, [call])
-        if (all_here := [call] * size) != read(numbers, size):
+        first, read = call % 2 * 3 * size, words.read_range
+        own, here, weighted = first + self._rank, call << 1, self.weight != 1
+        words.store_unordered(own + size, mine)
+        if weighted:
+            words.store_unordered(own + 2 * size, bits(self.weight))
+        words.store(own, [here | weighted])
+        if min(read(first, size)) < here:
             self._wait(
-                lambda: read(numbers, size) == all_here or self._may_go_on(numbers)
+                lambda: min(read(first, size)) >= here or self._may_go_on(first, here)
             )
-        found = read(signatures, 2 * size)
-        self._note_weights(found[size:])
-        found = found[:size]
-        return found == [mine] * size or {found[r] for r in self.counted} == {mine}
+        found = read(first, 2 * size)
+        if found == [here] * size + [mine] * size and not self._weighted:
+            return True
+        counted, given = self.counted, read(first + 2 * size, size)
+        self._weighted = any(found[rank] & 1 for rank in counted)
+        self._note_weights(
+            [number_of(given[rank]) if found[rank] & 1 else 1.0 for rank in counted]
+        )
+        return {found[size + rank] for rank in counted} == {mine}
 
-    def _note_weights(self, words: list[int]) -> None:
-        counted, self._weights = self.counted, []
-        self.total_weight = float(len(counted))
-        if words != self._ones:
-            self._weights = [number_of(words[rank]) for rank in counted]
-            self.total_weight = sum(self._weights)
-
-    def _may_go_on(self, numbers: int) -> bool:
+    def _may_go_on(self, first: int, least: int) -> bool:
         """Look whether all calls are here but those of ranks that have died."""
         # Before the numbers: a rank may have published its own, and then died.
         if not (gone := self._gone()):
             return False
-        found = self._words.read_range(numbers, self._size)
-        here = [rank for rank, number in enumerate(found) if number == self._calls]
+        found = self._words.read_range(first, self._size)
+        here = [rank for rank, number in enumerate(found) if number >= least]
         if len({*here} | gone) < self._size:
             return False
         if len(here) < self._size:
@@ -142,7 +136,7 @@ class OneShot(Schedule):
     def late(self) -> list[int]:
         """Return the ranks that this one waits for."""
         numbers = self._words.read_range(self._calls % 2 * 3 * self._size, self._size)
-        return [rank for rank, number in enumerate(numbers) if number < self._calls]
+        return [rank for rank, word in enumerate(numbers) if word >> 1 < self._calls]
 
     def free(self, *, abandoned: bool = False) -> None:
         """Do as `Schedule.free`."""

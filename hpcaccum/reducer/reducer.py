@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import types
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpcaccum.arguments import (
@@ -18,14 +19,11 @@ from hpcaccum.device import is_device
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Freeable, Group, group_of
 from hpcaccum.reducer import selection
-from hpcaccum.reducer.call_sequence import CallSequence
-from hpcaccum.reducer.device import DeviceCalls
-from hpcaccum.reducer.device_only import DeviceOnlyCalls
+from hpcaccum.reducer.device import DeviceCalls, DeviceOnlyCalls
 from hpcaccum.reducer.inputs import Inputs
-from hpcaccum.reducer.options import Options, ReducerStatistics
-from hpcaccum.reducer.schedule import Call, Case
+from hpcaccum.reducer.schedule import Call
 from hpcaccum.reducer.signature import FAILED, canonical, digest, explain
-from hpcaccum.reducer.spin_wait import SpinWait
+from hpcaccum.reducer.waiting import CallSequence, SpinWait
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
@@ -37,6 +35,33 @@ if TYPE_CHECKING:
     from hpcaccum.layout import Layout
 
 _NOTHING: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class ReducerStatistics:
+    """What a reducer uses and has done.
+
+    Attributes:
+        schedule: The schedule in use; never ``"auto"``.
+        ranks, nodes: Size of the group.
+        buckets: Number of pieces in which data travel.
+        wire_dtype: Dtype in which sums travel between nodes; None if it is theirs.
+        calls: Complete reductions.
+        waited: Seconds that this rank has spent in them.
+        window_bytes: Bytes of this rank's gradients.
+        result_bytes: Bytes of the results in this rank's memory. On a node that shares
+            them, they are counted on its first rank.
+    """
+
+    schedule: str
+    ranks: int
+    nodes: int
+    buckets: int
+    wire_dtype: str | None
+    calls: int
+    waited: float
+    window_bytes: int
+    result_bytes: int
 
 
 class Reducer(Freeable):
@@ -141,58 +166,33 @@ class Reducer(Freeable):
     ) -> None:
         self._group, self._name = group_of(comm if group is None else group), name
 
-        def check() -> Options:
-            return Options.checked(
-                layout,
-                reduction_type,
-                schedule,
-                wire_dtype,
-                bucket_bytes,
-                cuda_aware,
-                on_loss,
-                self._group,
-            )
-
-        options = self._group.agree(name, check, lambda found: found.facts(layout))
+        given = selection.Options(
+            reduction_type, schedule, wire_dtype, bucket_bytes, cuda_aware, on_loss
+        )
+        options = self._group.agree(
+            name,
+            lambda: given.checked(layout, self._group),
+            lambda found: found.facts(layout),
+        )
+        self._options = options
         self._reduction_type = options.reduction_type
         # What `_digest` was made of, beside the numbers to compare.
         self._digested: tuple[int, bool] | None
         self.compare(_NOTHING)
         self._calls = CallSequence(self._group, name)
-        self._make(layout, options)
-        self._calls.watch(self._schedule.late)
-        label = self._group.label(name)
-        self._calls.open(label)
-        self._register(self._group, label)
-
-    def _make(self, layout: Layout, options: Options) -> None:
-        """Make the schedule, and what checks and copies the arrays. Collective."""
-        group = self._group
-        self._case = Case(
-            ranks=group.size,
-            nodes=len(group.nodes),
-            cores=group.least_cores,
-            nbytes=layout.nbytes,
-            wire_dtype=options.wire_dtype,
-            bucket_bytes=options.bucket_bytes,
-            cuda_aware=options.cuda_aware,
-        )
-        kind = selection.choose(options.schedule, self._case)
-        wait = SpinWait(group, self._calls)
-        self._shrinks = options.on_loss == selection.SHRINK
-        self._schedule = selection.make(
-            kind, self._case, group, layout, wait, self._shrinks
-        )
-        self._arrays = self._schedule.arrays
-        self._results: Mapping[str, Array]
-        self._results = types.MappingProxyType(self._schedule.results)
-        only = kind.name if kind.device_only else None
-        received = self._schedule.received
-        self._inputs = Inputs(self._name, self._arrays, received, only)
+        wait = SpinWait(self._group, self._calls)
+        made = selection.make(options, self._group, layout, wait)
+        self._schedule, self._arrays = made, made.arrays
+        self._results: Mapping[str, Array] = types.MappingProxyType(made.results)
+        only = made.name if made.device_only else None
+        self._inputs = Inputs(name, made.arrays, made.received, only)
         # The set of arrays that were started since the last call.
         self._started = 0
-        calls = DeviceOnlyCalls if kind.device_only else DeviceCalls
-        self._device = calls(layout, self._schedule)
+        calls = DeviceOnlyCalls if made.device_only else DeviceCalls
+        self._device = calls(layout, made)
+        label = self._group.label(name)
+        self._calls.open(label, made.late)
+        self._register(self._group, label)
 
     def _prepare(self, reduction_type: str | None, weight: Any) -> None:
         """Set the kind of reduction and the weight of a call, if they are right."""
@@ -468,13 +468,13 @@ class Reducer(Freeable):
 
     def statistics(self) -> ReducerStatistics:
         """Return what the reducer uses and has done."""
-        case, wire = self._case, self._case.wire_dtype
+        nodes, wire = len(self._group.nodes), self._options.wire_dtype
         return ReducerStatistics(
             schedule=self._schedule.name,
-            ranks=case.ranks,
-            nodes=case.nodes,
+            ranks=self._group.size,
+            nodes=nodes,
             buckets=len(self._schedule.buckets),
-            wire_dtype=None if wire is None or case.nodes == 1 else str(wire),
+            wire_dtype=None if wire is None or nodes == 1 else str(wire),
             calls=self._calls.track.calls,
             waited=self.waited,
             window_bytes=self._schedule.window_bytes,
@@ -495,7 +495,8 @@ class Reducer(Freeable):
 
     def needs(self, rank: int) -> bool:
         """Whether the job cannot go on; a process that lives may write to memory."""
-        return not self._shrinks or rank not in self._group.dead
+        shrinks = self._options.on_loss == selection.SHRINK
+        return not shrinks or rank not in self._group.dead
 
     def _free(self) -> None:
         broken = self._group.allgather(self._calls.broken, f"{self.label}: free")

@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from hpcaccum.dtypes import accumulation_dtype
-from hpcaccum.mpi import duplicate, keep
-from hpcaccum.reducer.buckets import Readiness
-from hpcaccum.reducer.signature import Agreement, Digits
+from hpcaccum.mpi import MPI, duplicate, keep
+from hpcaccum.reducer.signature import Digits
 from hpcaccum.reducer.staging import copy, copy_in
 from hpcaccum.summation import add_in_order
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
     from hpcaccum.layout import Layout
     from hpcaccum.mpi import Group
-    from hpcaccum.reducer.spin_wait import SpinWait
+    from hpcaccum.reducer.waiting import SpinWait
 
 
 class Case(NamedTuple):
@@ -83,6 +82,39 @@ class Plan(NamedTuple):
         return (lambda: self.group.dead) if self.shrinks else frozenset
 
 
+def cut(size: int, most: int) -> list[slice]:
+    """Cut a buffer into buckets of at most ``most`` elements, from its end on.
+
+    A backward pass computes the gradients of the last layers first.
+    """
+    return [slice(max(0, end - most), end) for end in range(size, 0, -most)]
+
+
+class Readiness:
+    """Counts how many buckets, from the first on, consist of ready arrays only."""
+
+    def __init__(self, layout: Layout, buckets: list[slice]) -> None:
+        inside = [layout.overlaps(bucket) for bucket in buckets]
+        self._touched: dict[str, list[int]] = {name: [] for name in layout}
+        for number, arrays in enumerate(inside):
+            for name, _, _ in arrays:
+                self._touched[name].append(number)
+        self._awaited = [len(arrays) for arrays in inside]
+        self.reset()
+
+    def reset(self) -> None:
+        """Make no array ready."""
+        self._missing, self._ready = self._awaited.copy(), 0
+
+    def add(self, name: str) -> int:
+        """Make one more array ready; return how many buckets are."""
+        for bucket in self._touched[name]:
+            self._missing[bucket] -= 1
+        while self._ready < len(self._missing) and self._missing[self._ready] == 0:
+            self._ready += 1
+        return self._ready
+
+
 class Call(NamedTuple):
     """One reduction, as this rank makes it.
 
@@ -101,6 +133,16 @@ class Call(NamedTuple):
     out: Mapping[str, Array]
     ready: Callable[[int], None] | None = None
     reduced: Callable[[int], None] | None = None
+
+
+def combined(weights: Sequence[float], *, mean: bool) -> tuple[Sequence[float], float]:
+    """Return the factors of arrays with these weights, and the divisor of their sum.
+
+    There are no factors if none are needed: a mean with equal weights needs none.
+    """
+    if len({*weights}) == 1 and (mean or weights[0] == 1):
+        return (), float(len(weights)) if mean else 1.0
+    return weights, sum(weights) if mean else 1.0
 
 
 class Schedule:
@@ -130,6 +172,7 @@ class Schedule:
         weight: Of this rank's arrays in a call, which it multiplies.
         mean: Whether the sums of a call are divided by the sum of the weights.
         total_weight: Sum of the weights that the last call has counted.
+        divisor, factors: Of its sums; see `combined`.
         counted: The ranks whose arrays the last call has summed.
         buckets: Pieces of the buffers, in the order of work.
         failure: Why this rank could not make the last call, which is raised on all
@@ -170,7 +213,7 @@ class Schedule:
         results.flags.writeable = False
         self.arrays, self.results = layout.views(self.sent), layout.views(results)
         self.window_bytes, self.result_bytes = self.sent.nbytes, self.received.nbytes
-        self.buckets, self.total_weight = plan.buckets, float(plan.group.size)
+        self.buckets = plan.buckets
         self.counted: Sequence[int] = range(plan.group.size)
         self.prepare(1.0, mean=False)
         self._wait = plan.wait
@@ -182,11 +225,12 @@ class Schedule:
     def prepare(self, weight: float, *, mean: bool) -> None:
         """Set the weight of this rank, and the kind of reduction, of the next call."""
         self.weight, self.mean = weight, mean
+        self._note_weights([1.0] * len(self.counted))
 
-    @property
-    def divisor(self) -> float:
-        """What sums are divided by, when `total_weight` is known."""
-        return self.total_weight if self.mean else 1.0
+    def _note_weights(self, weights: Sequence[float]) -> None:
+        """Note the weights of the ranks that count; at first, all are 1."""
+        self.total_weight = sum(weights)
+        self.factors, self.divisor = combined(weights, mean=self.mean)
 
     def add(self, name: str) -> None:
         """Offer the buckets that are ready now that one more of `arrays` is."""
@@ -296,9 +340,9 @@ class MessageSchedule(Schedule):
 
     def complete(self, call: Call) -> bool:
         """Compare the signatures, and collect all buckets, which travel meanwhile."""
-        reached = self._reached(self._compare(call.signature))
+        agreed = self._agree(call.signature)
         self._collect_all(call)
-        return reached
+        return agreed
 
     def _collect_all(self, call: Call) -> None:
         for number in range(len(self.buckets)):
@@ -306,16 +350,24 @@ class MessageSchedule(Schedule):
             if call.reduced is not None:
                 call.reduced(number)
 
-    def _compare(self, number: int) -> Agreement:
-        """Begin to compare a number on all ranks, and to add their weights."""
-        # Kept, as MPI goes on with its memory if this call is given up.
-        self._agreement = Agreement(self._comm, self._numbers, number, self.weight)
-        return self._agreement
+    def _agree(self, number: int, meanwhile: Callable[[], bool] | None = None) -> bool:
+        """Return whether a number is the same on all ranks; add their weights.
 
-    def _reached(self, agreement: Agreement) -> bool:
-        self._wait(agreement.request.Test)
-        self.total_weight = agreement.weight
-        return agreement.reached
+        Waits for all ranks, and until ``meanwhile`` returns True.
+        """
+        own, sums = self._numbers.of(number)
+        message = np.array([*np.frombuffer(own), self.weight])
+        # Kept, as MPI goes on with its memory if this call is given up.
+        self._request = request = self._comm.Iallreduce(MPI.IN_PLACE, message)
+        test = request.Test
+        self._wait(test if meanwhile is None else lambda: meanwhile() and test())
+        self._note_total(float(message[-1]))
+        return message[:-1].tobytes() == sums
+
+    def _note_total(self, weight: float) -> None:
+        """Note the sum of all weights."""
+        self.total_weight = weight
+        self.divisor = weight if self.mean else 1.0
 
     def free(self, *, abandoned: bool = False) -> None:
         """Do as `Schedule.free`."""

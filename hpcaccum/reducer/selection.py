@@ -1,32 +1,33 @@
-"""The list of schedules, and which of them a `Reducer` uses."""
+"""The arguments of a `Reducer`, and which schedule it uses with them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpcaccum.arguments import one_of
+from hpcaccum.arguments import REDUCTIONS, bucket_size, one_of, wire_format
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.layout import Layout
 from hpcaccum.mpi import VARIABLE, cuda_awareness
-from hpcaccum.reducer.buckets import cut
 from hpcaccum.reducer.flat import Blocking, Flat, SmallFlat
 from hpcaccum.reducer.hierarchical import Hierarchical
 from hpcaccum.reducer.nccl import Nccl
 from hpcaccum.reducer.one_shot import OneShot
-from hpcaccum.reducer.schedule import Plan, Schedule
+from hpcaccum.reducer.schedule import Case, Plan, Schedule, cut
 from hpcaccum.reducer.two_shot import TwoShot
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from hpcaccum.layout import Layout
     from hpcaccum.mpi import Group
-    from hpcaccum.reducer.schedule import Case
-    from hpcaccum.reducer.spin_wait import SpinWait
+    from hpcaccum.reducer.waiting import SpinWait
 
 AUTO = "auto"
 # What happens when a rank is lost.
 RAISE, SHRINK = "raise", "shrink"
+# So many arrays are compared one by one, for messages that name one; all of them by a
+# hash, as each rank gets the facts of every other.
+_NAMED = 16
 
 # In the order in which they are tried.
 SCHEDULES: list[type[Schedule]] = [
@@ -40,24 +41,27 @@ SCHEDULES: list[type[Schedule]] = [
 ]
 
 
-def check_name(schedule: str) -> None:
-    """Raise InvalidArgumentError unless this is the name of a schedule."""
+def check_schedule(
+    schedule: str, wire_dtype: Any, cuda_aware: bool, on_loss: str, group: Group
+) -> str:
+    """Return the schedule to use; raise unless these arguments fit together."""
     one_of("schedule", schedule, (AUTO, *_names(SCHEDULES)))
-
-
-def check_wire(schedule: str) -> None:
-    """Raise InvalidArgumentError unless a schedule of this name takes wire_dtype."""
-    taking = _names(each for each in SCHEDULES if each.takes_wire_dtype)
-    if schedule not in (AUTO, *taking):
+    one_of("on_loss", on_loss, (RAISE, SHRINK))
+    taking = [AUTO, *_names(each for each in SCHEDULES if each.takes_wire_dtype)]
+    if wire_dtype is not None and schedule not in taking:
         raise InvalidArgumentError(
-            f"wire_dtype is for schedule {_listed([AUTO, *taking])}, not {schedule!r}"
+            f"wire_dtype is for schedule {_listed(taking)}, not {schedule!r}"
         )
+    if cuda_aware:
+        _check_direct(schedule)
+    if on_loss == SHRINK:
+        _check_loss(schedule, group)
+        return TwoShot.name
+    return schedule
 
 
-def check_direct(direct: bool, schedule: str) -> None:
+def _check_direct(schedule: str) -> None:
     """Raise InvalidArgumentError if MPI is to be given memory that it cannot take."""
-    if not direct:
-        return
     taking = _names(each for each in SCHEDULES if each.takes_device_memory)
     if schedule not in taking:
         raise InvalidArgumentError(
@@ -72,19 +76,13 @@ def check_direct(direct: bool, schedule: str) -> None:
         )
 
 
-def check_loss(on_loss: str, schedule: str, group: Group) -> str:
-    """Return the schedule to use if a rank may be lost.
-
-    Raises:
-        InvalidArgumentError: On this rank, if calls cannot go on without a rank.
-    """
-    one_of("on_loss", on_loss, (RAISE, SHRINK))
-    if on_loss == RAISE:
-        return schedule
-    what, own = f"on_loss={SHRINK!r}", TwoShot.name
-    if schedule not in (AUTO, own):
-        taking = _listed([AUTO, own])
-        raise InvalidArgumentError(f"{what} is for schedule {taking}, not {schedule!r}")
+def _check_loss(schedule: str, group: Group) -> None:
+    """Raise InvalidArgumentError if calls cannot go on without a rank."""
+    what, taking = f"on_loss={SHRINK!r}", [AUTO, TwoShot.name]
+    if schedule not in taking:
+        raise InvalidArgumentError(
+            f"{what} is for schedule {_listed(taking)}, not {schedule!r}"
+        )
     if not group.single_node:
         raise InvalidArgumentError(
             f"{what} needs all ranks on one node, they are on {len(group.nodes)}"
@@ -94,7 +92,62 @@ def check_loss(on_loss: str, schedule: str, group: Group) -> str:
             f"{what} needs ranks that see each other's processes (containers: "
             f"--pid=host)"
         )
-    return own
+
+
+class Options(NamedTuple):
+    """The arguments of a reducer."""
+
+    reduction_type: str
+    schedule: str
+    wire_dtype: Any
+    bucket_bytes: int | None
+    cuda_aware: bool
+    on_loss: str
+
+    def checked(self, layout: Any, group: Group) -> Options:
+        """Return them as they are used, or raise an error."""
+        if not isinstance(layout, Layout):
+            raise TypeError(f"layout must be a Layout, got {type(layout).__name__}")
+        one_of("reduction_type", self.reduction_type, REDUCTIONS)
+        wire = wire_format(self.wire_dtype, layout.dtype)
+        return self._replace(
+            schedule=check_schedule(
+                self.schedule, wire, self.cuda_aware, self.on_loss, group
+            ),
+            wire_dtype=wire,
+            bucket_bytes=bucket_size(self.bucket_bytes),
+            cuda_aware=bool(self.cuda_aware),
+        )
+
+    def facts(self, layout: Layout) -> dict[str, object]:
+        """Return what must be the same on all ranks, as messages name it."""
+        first = list(layout.shapes.items())[:_NAMED]
+        arrays = [(name, str(layout.dtype), shape) for name, shape in first]
+        return {
+            **{f"array {number}": each for number, each in enumerate(arrays)},
+            "names, shapes and dtype": layout.fingerprint,
+            **self._asdict(),
+            "wire_dtype": str(self.wire_dtype),
+        }
+
+
+def make(options: Options, group: Group, layout: Layout, wait: SpinWait) -> Schedule:
+    """Return the schedule for these options. Collective."""
+    case = Case(
+        ranks=group.size,
+        nodes=len(group.nodes),
+        cores=group.least_cores,
+        nbytes=layout.nbytes,
+        wire_dtype=options.wire_dtype,
+        bucket_bytes=options.bucket_bytes,
+        cuda_aware=options.cuda_aware,
+    )
+    kind = choose(options.schedule, case)
+    nbytes = case.bucket_bytes or kind.bucket_bytes(case)
+    # Whole cache lines, also of half precision.
+    most = nbytes // accumulation_dtype(layout.dtype).itemsize // 32 * 32
+    buckets, shrinks = cut(layout.size, most), options.on_loss == SHRINK
+    return kind(Plan(group, layout, buckets, case.wire_dtype, wait, shrinks))
 
 
 def choose(schedule: str, case: Case) -> type[Schedule]:
@@ -124,22 +177,6 @@ def _possible(schedule: type[Schedule], case: Case) -> bool:
         and case.cuda_aware == schedule.takes_device_memory
         and schedule.fits(case)
     )
-
-
-def make(
-    kind: type[Schedule],
-    case: Case,
-    group: Group,
-    layout: Layout,
-    wait: SpinWait,
-    shrinks: bool = False,
-) -> Schedule:
-    """Return a schedule that was chosen. Collective."""
-    nbytes = case.bucket_bytes or kind.bucket_bytes(case)
-    # Whole cache lines, also of half precision.
-    most = nbytes // accumulation_dtype(layout.dtype).itemsize // 32 * 32
-    buckets = cut(layout.size, most)
-    return kind(Plan(group, layout, buckets, case.wire_dtype, wait, shrinks))
 
 
 def _names(schedules: Iterable[type[Schedule]]) -> list[str]:

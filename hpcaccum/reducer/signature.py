@@ -12,12 +12,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from hpcaccum.errors import format_ranks
-from hpcaccum.mpi import MPI
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.mpi import Group
 
@@ -35,41 +32,6 @@ def canonical(number: float) -> float:
     """Return a number of Python, the same for equal numbers of any types."""
     wide = float(number)
     return int(number) if wide.is_integer() else wide
-
-
-class Agreement:
-    """Compares a number on all ranks, and adds their weights. Collective.
-
-    Args:
-        comm: The ranks.
-        digits: Of numbers, in float64.
-        number: Of this rank.
-        weight: Likewise.
-
-    Attributes:
-        request: When it is complete, the others are valid.
-    """
-
-    def __init__(
-        self,
-        comm: mpi4py_MPI.Intracomm,
-        digits: Digits,
-        number: int,
-        weight: float,
-    ) -> None:
-        self._sums = digits.sums(number)
-        self._message = np.array([*np.frombuffer(digits.of(number)), weight])
-        self.request = comm.Iallreduce(MPI.IN_PLACE, self._message)
-
-    @property
-    def reached(self) -> bool:
-        """Whether the number is the same on all ranks."""
-        return self._message[:-1].tobytes() == self._sums
-
-    @property
-    def weight(self) -> float:
-        """The sum of the weights."""
-        return float(self._message[-1])
 
 
 class Digits:
@@ -98,22 +60,17 @@ class Digits:
         self._sums = [row.tobytes() for row in sums]
         self.size = _BYTES * table.shape[1]
 
-    def of(self, number: int) -> bytes:
-        """Return what a rank sends for its number."""
-        own = self._own
-        return b"".join([own[byte] for byte in _bytes(number)])
+    def of(self, number: int) -> tuple[bytes, bytes]:
+        """Return what a rank sends for its number.
 
-    def sums(self, number: int) -> bytes:
-        """Return what all ranks receive if all have sent the same number."""
-        sums = self._sums
-        return b"".join([sums[byte] for byte in _bytes(number)])
+        And what all ranks receive if all have sent the same number.
+        """
+        text = (number % (1 << 8 * _BYTES)).to_bytes(_BYTES, "little")
+        own, sums = self._own.__getitem__, self._sums.__getitem__
+        return b"".join(map(own, text)), b"".join(map(sums, text))
 
 
 _BYTES = 8
-
-
-def _bytes(number: int) -> bytes:
-    return (number % (1 << 8 * _BYTES)).to_bytes(_BYTES, "little")
 
 
 class Interruption(Exception):

@@ -64,15 +64,11 @@ def stages(buckets: list[slice]) -> list[slice]:
 
 
 class StagedCopies(NamedTuple):
-    """The arrays of one call that are copied by pieces, as vectors.
+    """The arrays of one call that are copied by pieces, as vectors."""
 
-    Attributes:
-        inputs: Copied in so; all that this rank contributes, or none.
-        out: Results are copied to these.
-        rest: Results are copied to these as a whole.
-    """
-
+    # All that this rank contributes, or none.
     inputs: Mapping[str, Array]
+    # Results are copied to these; and to others, as a whole.
     out: Mapping[str, Array]
     rest: Mapping[str, Array]
 
@@ -80,12 +76,7 @@ class StagedCopies(NamedTuple):
 class Staging:
     """Copies large arrays in and out bucket by bucket, while others are summed.
 
-    Args:
-        layout: Of the arrays.
-        buckets: Pieces of the flat buffers.
-        stripes: The piece of each bucket that this rank sums.
-        sent, received: The schedule's flat buffers, of inputs and of results.
-        threads: Threads to use at most.
+    Of each bucket this rank sums one of ``stripes``.
     """
 
     def __init__(

@@ -7,7 +7,9 @@ arithmetic does not need.
 
 from __future__ import annotations
 
+import functools
 import itertools
+from operator import or_
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,10 +17,9 @@ import numpy as np
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.layout import ALIGNMENT
 from hpcaccum.mpi import AtomicWords, NodeMemory, bits, number_of
-from hpcaccum.reducer.quiet import Quiet
-from hpcaccum.reducer.schedule import Schedule
+from hpcaccum.reducer.schedule import Schedule, combined
 from hpcaccum.reducer.staging import StagedCopies, Staging, copy, copy_in, stages
-from hpcaccum.summation import add_in_order
+from hpcaccum.summation import Quiet, add_in_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from hpcaccum.layout import Layout
     from hpcaccum.mpi import Group
     from hpcaccum.reducer.schedule import Call, Case, Plan
-    from hpcaccum.reducer.spin_wait import SpinWait
+    from hpcaccum.reducer.waiting import SpinWait
 
 # Bytes of the largest bucket of which threads share the work.
 _MOST_SHARED = 16 << 20
@@ -80,7 +81,7 @@ class TwoShot(Schedule):
             plan.buckets,
             group.size,
             plan.wait,
-            lambda weight: weight if self.mean else 1.0,
+            lambda weights: combined(weights, mean=self.mean),
             plan.gone,
         )
         sent, received = self._sum.sent, self._sum.received
@@ -94,7 +95,7 @@ class TwoShot(Schedule):
     def prepare(self, weight: float, *, mean: bool) -> None:
         """Do as `Schedule.prepare`."""
         super().prepare(weight, mean=mean)
-        self._sum.weight = weight
+        self._sum.prepare(weight)
 
     def offer(self, count: int) -> None:
         """Contribute these buckets, and sum those that all ranks have contributed."""
@@ -104,12 +105,13 @@ class TwoShot(Schedule):
     def finish(self, call: Call) -> bool:
         """Sum the other buckets, and copy in and out meanwhile."""
         count, copies = len(self.buckets), StagedCopies({}, {}, call.out)
-        if self._pipelined:
+        if self._pipelined and (call.inputs or call.out):
             copies = self._staging.select(call.inputs, call.out)
         if self._shrinks:
             copies, call = copies._replace(inputs={}), self._with_all(call)
         if not copies.inputs:
-            copy_in(call.inputs, self.arrays, self.sent)
+            if call.inputs:
+                copy_in(call.inputs, self.arrays, self.sent)
             if call.ready is None:
                 self._sum.contribute(count)
         if self._sum.summed or not count:
@@ -118,7 +120,9 @@ class TwoShot(Schedule):
             if number < count:
                 self._contribute_next(number, copies, call)
             if self._sum.summed < min(number, count):
-                direct = self._staging.direct(self._sum.summed, copies.inputs)
+                direct = None
+                if copies.inputs:
+                    direct = self._staging.direct(self._sum.summed, copies.inputs)
                 self._sum.sum_next(direct)
                 self._sum.report(call.signature)
             if number >= 2:
@@ -127,7 +131,8 @@ class TwoShot(Schedule):
         self.total_weight = self._sum.total_weight
         if self._shrinks:
             self.counted = self._sum.counted
-        copy(self.results, copies.rest)
+        if copies.rest:
+            copy(self.results, copies.rest)
         return agreed
 
     def _with_all(self, call: Call) -> Call:
@@ -170,9 +175,10 @@ class NodeSum:
     """Sums of large arrays over the ranks of a node.
 
     Two words for each rank count over all calls: one the buckets that it has
-    contributed, and whether they are staged; one the stripes that it has summed. Then
-    there are two blocks, used in turn, with the signatures of all ranks; and the
-    weights of this call, which no rank changes before all stripes are summed.
+    contributed, and whether they are staged and whether its weight is not 1; one the
+    stripes that it has summed. Then there are two blocks, used in turn, with the
+    signatures of all ranks; and the weights of this call that are not 1, which no rank
+    changes before all stripes are summed.
 
     Args:
         group: The ranks of the node.
@@ -180,7 +186,7 @@ class NodeSum:
         buckets: Pieces of the buffer, in the order of work.
         summing: How many ranks, the first ones, sum a stripe of each bucket.
         wait: Waits for the other ranks.
-        divisor_of: Returns the divisor of sums, given the sum of the weights.
+        combine: Returns the factors and the divisor of a sum, given the weights.
         gone: Returns the ranks that have died, for which no call waits. The next one
             sums the stripes of such a rank, if each rank contributes all its buckets at
             once, and sums a stripe.
@@ -193,7 +199,7 @@ class NodeSum:
         summed: Number of buckets of which this rank has summed its stripe.
         result_bytes: Bytes of the results, counted on the first rank of the node.
         counted: The ranks whose arrays the last call has summed.
-        weight: Of this rank's arrays in a call, which it multiplies.
+        weight: Of this rank's arrays in a call, which multiplies them.
         total_weight: Sum of the weights of the ranks that are counted.
         divisor: Of the sums of a call.
     """
@@ -205,7 +211,7 @@ class NodeSum:
         buckets: list[slice],
         summing: int,
         wait: SpinWait,
-        divisor_of: Callable[[float], float],
+        combine: Callable[[Sequence[float]], tuple[Sequence[float], float]],
         gone: Callable[[], frozenset[int]] = frozenset,
     ) -> None:
         self._rank, self._size, self._count = group.rank, group.size, len(buckets)
@@ -236,34 +242,40 @@ class NodeSum:
         self._base = self._contributed = self.summed = self._calls = 0
         self._signature = 1
         self.counted: Sequence[int] = range(group.size)
-        self.weight, self.total_weight = 1.0, float(group.size)
-        self.divisor, self._divisor_of = 1.0, divisor_of
-        # Those that are counted, if they are not all 1.
-        self._weights: list[float] = []
-        # This rank's weight in its word, which stays there.
-        self._stored = 0.0
-        self._ones = [bits(1.0)] * group.size
+        self._combine = combine
+
+    def prepare(self, weight: float) -> None:
+        """Set the weight of this rank in the next call."""
+        self.weight = weight
+        self._note_weights([1.0] * len(self.counted))
+
+    def _note_weights(self, weights: Sequence[float]) -> None:
+        """Note the weights of the ranks that count; at first, all are 1."""
+        self.total_weight = sum(weights)
+        self._factors, self.divisor = self._combine(weights)
+        # Whether the next call has to note them.
+        self._weighted = any(weight != 1 for weight in weights)
 
     def contribute(self, count: int, *, staged: bool = False) -> None:
         """Publish that this rank's inputs of the first ``count`` buckets are ready."""
         if count > self._contributed:
-            if self._stored != self.weight:
-                self._stored, place = self.weight, 4 * self._size + self._rank
+            if weighted := self.weight != 1:
+                place = 4 * self._size + self._rank
                 self._words.store_unordered(place, bits(self.weight))
-            self._contributed = count
-            self._words.store(self._rank, [self._base + count << 1 | staged])
+            self._contributed, word = count, self._base + count << 2
+            self._words.store(self._rank, [word | staged << 1 | weighted])
 
     def offer(self, count: int) -> None:
         """Contribute buckets, and sum those that all ranks have contributed."""
         self.contribute(count)
         words = self._words.read_range(0, self._size)
-        least = (min(words) >> 1) - self._base
+        least = (min(words) >> 2) - self._base
         while self.summed < min(least, self._count):
             self._sum(words, None)
 
     def sum_next(self, direct: Array | None = None) -> None:
         """Wait until all ranks have contributed one more bucket, and sum it."""
-        size, least = self._size, self._base + self.summed + 1 << 1
+        size, least = self._size, self._base + self.summed + 1 << 2
         read = self._words.read_range
         if min(words := read(0, size)) < least:
             self._wait(lambda: min(read(0, size)) >= least or self._may_go_on(least))
@@ -280,33 +292,25 @@ class NodeSum:
         if len({*here} | gone) < self._size:
             return False
         if len(here) < self._size:
-            self.counted = here
+            self.counted, self._weighted = here, True
         return True
 
     def _sum(self, words: list[int], direct: Array | None) -> None:
-        if not self.summed:
-            self._read_weights()
+        """Sum the next stripe, of which all ranks have contributed the inputs."""
+        if not self.summed and (self._weighted or functools.reduce(or_, words) & 1):
+            given = self._words.read_range(4 * self._size, self._size)
+            self._note_weights(
+                [number_of(given[r]) if words[r] & 1 else 1.0 for r in self.counted]
+            )
         inputs, out = self._inputs[self.summed], self.stripes[self.summed]
-        parts = [inputs[word & 1][rank] for rank, word in enumerate(words)]
+        parts = [inputs[word >> 1 & 1][rank] for rank, word in enumerate(words)]
         if direct is not None:
             parts[self._rank] = direct
-        self.summed += 1
-        self._sum_counted(parts, out)
-
-    def _read_weights(self) -> None:
-        """Read the weights of this call, of which all ranks have contributed."""
-        words = self._words.read_range(4 * self._size, self._size)
-        self.total_weight, self._weights = float(len(self.counted)), []
-        if words != self._ones:
-            self._weights = [number_of(words[rank]) for rank in self.counted]
-            self.total_weight = sum(self._weights)
-        self.divisor = self._divisor_of(self.total_weight)
-
-    def _sum_counted(self, parts: list[Array], out: Array) -> None:
         if len(self.counted) < self._size:
             parts = [parts[rank] for rank in self.counted]
+        self.summed += 1
         if out.size:
-            numbers = self.divisor, self._threads, self._weights
+            numbers = self.divisor, self._threads, self._factors
             self._quiet(add_in_order, parts, out, *numbers)
 
     def _stand_in(self) -> bool:
@@ -327,8 +331,9 @@ class NodeSum:
         """Sum the other stripes of a rank that has summed some, and report all."""
         for bucket in self._buckets[done:]:
             piece = stripe(bucket, rank, self._size, self.received.itemsize)
-            parts = [part[piece] for part in self._parts]
-            self._sum_counted(parts, self.received[piece])
+            parts = [self._parts[each][piece] for each in self.counted]
+            numbers = self.divisor, self._threads, self._factors
+            self._quiet(add_in_order, parts, self.received[piece], *numbers)
         self._words.store_unordered(self._signatures() + rank, self._signature)
         self._words.store(self._size + rank, [self._base + self._count + 1])
 
@@ -371,7 +376,7 @@ class NodeSum:
         words = self._words.read_range(0, 2 * size)
         if (done := self._base + self.summed) < complete:
             # Ranks that wait themselves have not contributed all buckets, either.
-            return [r for r in range(size) if words[r] >> 1 <= done]
+            return [r for r in range(size) if words[r] >> 2 <= done]
         return [r for r in range(size) if words[size + r] <= complete]
 
     def free(self) -> None:

@@ -129,7 +129,7 @@ inline read_inputs(set, number) {
     }
 }
 
-/* Sum a stripe. In the code: NodeSum._add. */
+/* Sum a stripe. In the code: NodeSum._sum. */
 inline sum(part) {
     stripe[part] = TORN;
     MAY_DIE;

@@ -38,7 +38,6 @@ class Thing(Freeable):
 def own_list(monkeypatch):
     """Lists of open objects for this test; as if the program were not ending."""
     monkeypatch.setattr(shutdown, "_open", [])
-    monkeypatch.setattr(shutdown, "_shared", [])
     monkeypatch.setattr(shutdown, "_ending", False)
 
 

@@ -19,7 +19,7 @@ from hpcaccum import (
     deadline,
     group_of,
 )
-from hpcaccum.reducer import spin_wait
+from hpcaccum.reducer import waiting
 from hpcaccum.spans import Recorder, installed
 
 from .expiring import times_out_without
@@ -61,7 +61,7 @@ def test_naps_are_short_where_tests_of_requests_move_data(
     """With naps that grow, MPICH took 5 s for 128 MiB between nodes, not 0.2 s."""
     # No time is spent before the first nap.
     for looks in "_LOOKS", "_CROWDED_LOOKS":
-        monkeypatch.setattr(spin_wait, looks, 1)
+        monkeypatch.setattr(waiting, looks, 1)
     monkeypatch.setattr(deadline, "EAGER", 0)
     reducer = maker(SHAPES)
     call(reducer)

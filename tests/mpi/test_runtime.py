@@ -190,7 +190,6 @@ def test_problem_names_the_right_line_for_slurm(vendor, plugin):
 
 def test_what_is_open_is_closed_last_first_and_then_what_it_shared(monkeypatch):
     monkeypatch.setattr(shutdown, "_open", [])
-    monkeypatch.setattr(shutdown, "_shared", [])
     monkeypatch.setattr(shutdown, "_ending", False)
     closed = []
     closers = [lambda k=k: closed.append(k) for k in range(6)]

@@ -108,8 +108,7 @@ def own_end(monkeypatch):
     """Lists of what is to be closed at the end, for this test."""
     # Later tests need it.
     windows._own_window()
-    for name in ("_open", "_shared"):
-        monkeypatch.setattr(shutdown, name, [])
+    monkeypatch.setattr(shutdown, "_open", [])
     monkeypatch.setattr(shutdown, "_ending", False)
 
 

@@ -397,8 +397,8 @@ def test_windows_are_given_up_if_ranks_have_taken_different_words(
     others = words_of(whose, 0, 1)
     # As an interrupted constructor leaves it.
     if rank == size - 1:
-        KeptWindows.of(whose).find(0).take(1)
-    before = KeptWindows.of(whose).find(0)
+        KeptWindows.of(whose).open.get(0).take(1)
+    before = KeptWindows.of(whose).open.get(0)
     with hpc.ConditionalAccumulator("f8", (3,), comm=comm) as acc:
         acc.apply_grad(np.full(3, rank + 1.0))
         meet()
@@ -411,7 +411,7 @@ def test_windows_are_given_up_if_ranks_have_taken_different_words(
         assert everywhere(words.read, 0) == [7 * (r in near) for r in range(size)]
         words.free()
     # A rank alone agrees with itself.
-    assert (KeptWindows.of(whose).find(0) is before) == (whose.size == 1)
+    assert (KeptWindows.of(whose).open.get(0) is before) == (whose.size == 1)
     others.free()
 
 

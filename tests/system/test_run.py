@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from hpcaccum.launch.nodes import on_nodes_that_answer
+from hpcaccum.launch.run import on_nodes_that_answer
 
 from .conftest import REPOSITORY, run_program
 

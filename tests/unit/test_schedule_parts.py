@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcaccum import Layout
-from hpcaccum.reducer.buckets import Readiness, cut
+from hpcaccum.reducer.schedule import Readiness, cut
 from hpcaccum.reducer.two_shot import stripe
 
 

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcaccum.deadline import end_waits, reason_to_end
 from hpcaccum.errors import (
@@ -51,9 +51,19 @@ _LAST = 30
 Order = tuple[int, str]
 _FIRST = (0, "")
 
-_open: list[tuple[Order, Callable[[], None]]] = []
-# What objects share, which is closed after all of them.
-_shared: list[tuple[Order, Callable[[], None]]] = []
+
+class _Closer(NamedTuple):
+    """What is called at the end, those that are largest first.
+
+    What objects share is closed after all of them.
+    """
+
+    own: bool
+    order: Order
+    close: Callable[[], None]
+
+
+_open: list[_Closer] = []
 _ending = False
 # The process that installed what is below. A child that it forks inherits that, and
 # must leave MPI alone.
@@ -150,30 +160,27 @@ def install_excepthook() -> None:
 def at_exit(close: Callable[[], None], order: Order = _FIRST) -> None:
     """Have ``close`` called before MPI_Finalize, last registered first.
 
-    Args:
-        close: The call, which may be collective.
-        order: That of its group. Threads register what they make in any order, so those
-            of a greater order come first.
+    Threads register what they make in any order, so that of groups of a greater
+    ``order`` comes first.
     """
-    _open.append((order, close))
+    _open.append(_Closer(True, order, close))
 
 
 def at_end(close: Callable[[], None], order: Order = _FIRST) -> None:
     """Have ``close`` called after all that was registered by `at_exit`."""
-    _shared.append((order, close))
+    _open.append(_Closer(False, order, close))
 
 
 def forget(close: Callable[[], None]) -> None:
     """Undo an `at_exit` or `at_end`; do nothing if ``close`` was called already."""
-    for registered in (_open, _shared):
-        # From a copy, as other threads change the list.
-        for each in [each for each in tuple(registered) if each[1] == close]:
-            registered.remove(each)
+    # From a copy, as other threads change the list.
+    for each in [each for each in tuple(_open) if each.close == close]:
+        _open.remove(each)
 
 
 def count_open() -> int:
     """Return how many objects of this process are to be closed by `at_exit`."""
-    return len(_open)
+    return sum(each.own for each in tuple(_open))
 
 
 def is_ending() -> bool:
@@ -191,24 +198,19 @@ def _close_all() -> None:
         end_process(reason)
     if _lossy:
         # What objects share are windows: only all ranks together can free them.
-        _shared.clear()
-    while (_open or _shared) and not sys.modules["mpi4py.MPI"].Is_finalized():
-        close = _pop(_open or _shared)
+        _open[:] = [each for each in _open if each.own]
+    while _open and not sys.modules["mpi4py.MPI"].Is_finalized():
+        # The last one of those that are equal.
+        last = max(reversed(tuple(_open)), key=lambda each: each[:2])
+        _open.remove(last)
         try:
-            close()
+            last.close()
         except (DisagreementError, WaitTimeoutError) as error:
             # MPI_Finalize would hang on windows that the other ranks do not free.
             _report(f" at the end of its program: {error}\n")
             abort_job()
         except BaseException:
             report_and_abort(*sys.exc_info())
-
-
-def _pop(registered: list[tuple[Order, Callable[[], None]]]) -> Callable[[], None]:
-    """Remove what comes next; return it."""
-    orders = [order for order, _ in registered]
-    last = max(range(len(orders)), key=lambda place: (orders[place], place))
-    return registered.pop(last)[1]
 
 
 def abort_job(status: int = 1) -> None:
@@ -227,7 +229,6 @@ def abort_job(status: int = 1) -> None:
         os._exit(status)
     # This process ends without an abort, and nobody is left to free windows with.
     _open.clear()
-    _shared.clear()
 
 
 def _flush() -> None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hpcaccum.deadline import Deadline
+from hpcaccum.errors import WaitTimeoutError
 from hpcaccum.mpi.job.runtime import MPI, check_running
+from hpcaccum.mpi.job.shutdown import abort_because
 from hpcaccum.mpi.life.lifetime import Objects
-from hpcaccum.mpi.talk.blocking import limited
 from hpcaccum.mpi.talk.creation import alone, creating
 from hpcaccum.mpi.talk.group import Group
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mpi4py import MPI as mpi4py_MPI
+
+T = TypeVar("T")
 
 _FIRST_USE = "first use of a communicator"
 _UNREACHED = (
@@ -53,7 +58,7 @@ def group_of(comm: mpi4py_MPI.Comm | Group | None = None) -> Group:
     group: Any = comm.Get_attr(_keyval())
     if group is None or group.comm == MPI.COMM_NULL:
         duplicate = _duplicate(comm)
-        group = limited(lambda: _make(duplicate, comm), _FIRST_USE, _UNREACHED)
+        group = _limited(lambda: _make(duplicate, comm), _FIRST_USE, _UNREACHED)
         comm.Set_attr(_keyval(), group)
         Objects.of(group).watch_start()
     return cast(Group, group)
@@ -104,3 +109,31 @@ def _make(duplicate: mpi4py_MPI.Intracomm, comm: mpi4py_MPI.Intracomm) -> Group:
         if all_main and group.size == MPI.COMM_WORLD.size:
             MPI.COMM_WORLD.allreduce(0)
     return group
+
+
+def _limited(call: Callable[[], T], what: str, missing: str) -> T:
+    """Return what a call returns; warn while it blocks, and end the job at the limit.
+
+    No `Deadline` reaches a call that blocks inside MPI.
+    """
+    # In the main thread, as it raises if the limit is invalid.
+    deadline = Deadline(None, what)
+    blocks = threading.Lock()
+    blocks.acquire()
+    watch = threading.Thread(
+        target=_watch, args=(deadline, blocks, missing), daemon=True, name=what
+    )
+    try:
+        watch.start()
+        return call()
+    finally:
+        blocks.release()
+        if watch.is_alive():
+            watch.join()
+
+
+def _watch(deadline: Deadline, blocks: threading.Lock, missing: str) -> None:
+    try:
+        deadline.acquire(blocks, lambda: missing)
+    except WaitTimeoutError as error:
+        abort_because(str(error))

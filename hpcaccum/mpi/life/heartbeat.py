@@ -48,35 +48,24 @@ _LENGTH = 160
 
 
 class _Beat(NamedTuple):
-    """What a rank sends.
+    """What a rank sends."""
 
-    Attributes:
-        place: Where it is.
-        leaves: Whether this is its last message.
-        dead: The ranks whose processes have ended.
-        lost: The ranks that are lost, and why: by decision of the sender.
-    """
-
+    # Where it is, and whether this is its last message.
     place: str
     leaves: bool
+    # The ranks whose processes have ended; those that are lost, by its decision.
     dead: frozenset[int]
     lost: dict[int, str]
 
 
 @dataclass
 class _Peer:
-    """A rank that sends messages to this one.
-
-    Attributes:
-        seen: When the last one came.
-        place: Where the rank was then.
-        leaves: Whether it was the last one.
-        warned: Whether a warning has been given since.
-    """
+    """A rank that sends messages to this one: when the last one came, and its facts."""
 
     seen: float = field(default_factory=time.monotonic)
     place: str = "the start"
     leaves: bool = False
+    # Whether a warning has been given since.
     warned: bool = False
 
 

@@ -50,10 +50,8 @@ class Freeable:
     def _register(self, group: Group, label: str) -> None:
         """Have the object freed before MPI_Finalize. Collective.
 
-        Args:
-            group: Its communicators are kept until the object is freed. From now on its
-                heartbeat calls `place`.
-            label: See the attribute.
+        The communicators of the group are kept until it is freed. From now on the
+        heartbeat of the group calls `place`.
         """
         self.label = label
         Objects.of(group).add(self)
@@ -154,11 +152,7 @@ class Freeable:
 
 
 class Objects:
-    """The objects on one group, and its heartbeat while there are any.
-
-    Args:
-        group: The group.
-    """
+    """The objects on one group, and its heartbeat while there are any."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

@@ -103,15 +103,7 @@ class NodeMemory:
 def memory_of_rank(group: Group, rank: int, nbytes: int) -> Array:
     """Return bytes of one rank, which all ranks of its node have mapped. Collective.
 
-    They live as long as views of them, and are 0 at first.
-
-    Args:
-        group: Ranks of one node.
-        rank: The rank.
-        nbytes: At least 0.
-
-    Raises:
-        InvalidArgumentError, RuntimeError: As `NodeMemory`.
+    They live as long as views of them, and are 0 at first. Raises as `NodeMemory`.
     """
     sizes = [nbytes * (each == rank) for each in range(group.size)]
     return NodeMemory(group, sizes).parts[rank]
@@ -233,12 +225,7 @@ def no_room(nbytes: int, why: str) -> InvalidArgumentError:
 def check_room(nbytes: int, ranks: int) -> None:
     """Check that this node has enough shared memory.
 
-    Args:
-        nbytes: Bytes that all its ranks need together.
-        ranks: Number of its ranks; some memory stays free for each.
-
-    Raises:
-        InvalidArgumentError: On this rank, if there is too little.
+    For each of its ranks, which need so much together, some memory stays free.
     """
     wanted, free = nbytes + ranks * _MARGIN, _free()
     if wanted > free:

@@ -40,12 +40,6 @@ def allocate(group: Group, root: int, nbytes: int, unit: int) -> Any:
     left for a window, and with SIGBUS at the first touch if the node has too little
     shared memory. So both are checked first.
 
-    Args:
-        group: The ranks.
-        root: The rank with the memory.
-        nbytes: Its size.
-        unit: Displacement unit of the window, in bytes.
-
     Raises:
         InvalidArgumentError: On every rank, if there is too little memory.
         RuntimeError: On every rank, if MPI can make no more windows.

@@ -29,18 +29,11 @@ class WordWindow:
     No word is used twice. So all words of a part are 0 at first, and no rank has to
     wait for the others when it takes or returns a part.
 
-    Args:
-        group: The ranks, all on one node.
-        root: The rank with the memory.
-        count: Number of words.
-
-    Attributes:
-        taken: How many words have been taken.
-        mpi: The window itself.
-        words: The words.
+    The memory is that of the rank ``root``; all ranks are on one node.
     """
 
     def __init__(self, group: Group, root: int, count: int) -> None:
+        # How many words there are, have been taken, and parts of them that are in use.
         self._count, self.taken, self._users = count, 0, 0
         # Whether no more parts are taken, so that the last one to be returned frees it.
         self._full = False
@@ -54,18 +47,14 @@ class WordWindow:
 
         Ranks take and return parts in the same order, so all return the same window.
         """
-        kept = KeptWindows.of(group)
-        found = kept.find(root)
-        if found is not None and found._has_room(count):
+        kept = KeptWindows.of(group).open
+        found = kept.get(root)
+        if found is not None and found.taken + count <= found._count:
             return found
-        made = cls(group, root, max(count, _LEAST))
-        kept.keep(root, made)
+        kept[root] = cls(group, root, max(count, _LEAST))
         if found is not None:
             found._close()
-        return made
-
-    def _has_room(self, count: int) -> bool:
-        return self.taken + count <= self._count
+        return kept[root]
 
     def take(self, count: int) -> int:
         """Return the index of the first of ``count`` words that nobody has."""
@@ -100,7 +89,8 @@ class KeptWindows:
     """
 
     def __init__(self) -> None:
-        self._open: dict[int, WordWindow] = {}
+        # By the rank with the memory.
+        self.open: dict[int, WordWindow] = {}
         # Those of which no more words are taken, as ranks disagree about them.
         self._abandoned: list[WordWindow] = []
 
@@ -112,17 +102,9 @@ class KeptWindows:
             at_end(kept.free, group.order)
         return cast(KeptWindows, group.kept)
 
-    def find(self, root: int) -> WordWindow | None:
-        """Return the window whose memory a rank has, if there is one."""
-        return self._open.get(root)
-
-    def keep(self, root: int, window: WordWindow) -> None:
-        """Keep a window instead of an earlier one of that rank. Collective."""
-        self._open[root] = window
-
     def state(self) -> dict[int, int]:
         """Return how many words are taken, by rank with the memory."""
-        return {root: window.taken for root, window in self._open.items()}
+        return {root: window.taken for root, window in self.open.items()}
 
     def compare(self, states: Sequence[dict[int, int]]) -> None:
         """Take no more words of these windows if ranks have taken different ones.
@@ -130,13 +112,13 @@ class KeptWindows:
         A constructor that has timed out on some ranks leaves such ranks.
         """
         if any(each != states[0] for each in states):
-            self._abandoned += self._open.values()
-            self._open.clear()
+            self._abandoned += self.open.values()
+            self.open.clear()
 
     def free(self) -> None:
         """Free the windows, of which no object has words any more. Collective."""
-        for window in [*self._abandoned, *self._open.values()]:
+        for window in [*self._abandoned, *self.open.values()]:
             window.free()
         self._abandoned.clear()
-        self._open.clear()
+        self.open.clear()
         forget(self.free)

@@ -6,7 +6,9 @@ name and a number. Rank 0 collects the values, compares the names, and sends the
 
 Reductions are collective calls without rank 0 (a `Track` counts those of a reducer). A
 rank that waits long in one reports it to rank 0. If two calls wait for each other, rank
-0 raises an error, and sends it to every rank that waits.
+0 raises an error, and sends it to every rank that waits. After a longer wait the rank
+announces its call to all, so that each can name those that are missing. Ranks are not
+asked: a rank that computes would not answer.
 
 Messages of one rank arrive in order. So rank 0 knows the place of a rank from the last
 message alone.
@@ -36,6 +38,7 @@ from hpcaccum.errors import (
 from hpcaccum.mpi.job.shutdown import is_ending
 from hpcaccum.mpi.talk.control_messages import (
     Answer,
+    Arrival,
     Call,
     Failure,
     GaveUp,
@@ -56,6 +59,9 @@ T = TypeVar("T")
 # Seconds after which a rank that waits in a call of a track reports it to rank 0. A
 # rank has at most one report in flight, so reports cost little if a rank is just slow.
 _PATIENCE = 0.2
+# Seconds after which it announces the call to all ranks: well before the first warning,
+# and so rare that one message to each does not matter.
+_LONG_PATIENCE = 5.0
 # Seconds that a rank whose limit has passed waits for rank 0 to name the missing ranks.
 _GRACE = 0.2
 # The number before that of the first exchange after a loss.
@@ -64,20 +70,16 @@ _AFTER_LOSS = 1 << 40
 
 @dataclass
 class Track:
-    """A series of collective calls, which every rank counts.
+    """A series of collective calls, which every rank counts."""
 
-    Attributes:
-        number: Identifies the track in its group; the same on all ranks.
-        what: Name for messages.
-        advice: Ends messages about ranks that do not make the next call; "" for none.
-        calls: Number of complete calls on this rank.
-        thread: The thread of this rank that made the last call.
-    """
-
+    # The same on all ranks of the group.
     number: int
     what: str
+    # Ends messages about ranks that do not make the next call.
     advice: str = ""
+    # Those that are complete on this rank.
     calls: int = 0
+    # That made the last one.
     thread: int = field(default_factory=threading.get_ident)
 
     def __str__(self) -> str:
@@ -88,13 +90,8 @@ class Track:
 class ControlChannel:
     """The exchanges of one group, and its tracks. Used by its `Group`.
 
-    Args:
-        comm: The private communicator of the group.
-        lost: The ranks that are lost, each with why. It is changed while `lock` is
-            held.
-
-    Attributes:
-        lock: Held while messages are sent and received.
+    ``lost`` are its ranks that are lost, each with why. It is changed while `lock` is
+    held, as while messages are sent and received.
     """
 
     def __init__(self, comm: mpi4py_MPI.Intracomm, lost: Mapping[int, str]) -> None:
@@ -118,6 +115,8 @@ class ControlChannel:
         self._lost: dict[int, Failure] = {}
         # The call that this rank has reported, and whether that is still in flight.
         self._reported, self._unseen = (0, 0), False
+        # By track, the last call that each rank has announced.
+        self._arrivals: dict[int, dict[int, int]] = {}
 
     # Tracks
 
@@ -131,25 +130,37 @@ class ControlChannel:
         """Forget a track."""
         self._tracks.pop(track.number, None)
         self._lost.pop(track.number, None)
+        self._arrivals.pop(track.number, None)
 
     def check(self, track: Track, deadline: Deadline) -> None:
         """Raise if the next call of a track, in which this rank waits, cannot complete.
 
-        Args:
-            track: The track of the call.
-            deadline: The deadline of the wait.
-
-        Raises:
-            DisagreementError: If a rank that has not made the call waits for this rank
-                in another one.
+        That is DisagreementError, if a rank that has not made the call waits for this
+        rank in another one.
         """
         with self.lock:
             self._receive_all()
+            self._announce(track, deadline)
             if self._rank == 0:
                 self._check_others(track)
             else:
                 self._check_failure(track)
                 self._report(track, deadline)
+
+    def absent(self, track: Track) -> list[int]:
+        """Return the ranks that have not announced the next call of a track."""
+        with self.lock:
+            self._receive_all()
+            there = self._arrivals.get(track.number, {})
+            ranks = range(self._size)
+            return [rank for rank in ranks if there.get(rank, 0) <= track.calls]
+
+    def _announce(self, track: Track, deadline: Deadline) -> None:
+        there = self._arrivals.setdefault(track.number, {})
+        if there.get(self._rank, 0) <= track.calls and _late(deadline, _LONG_PATIENCE):
+            there[self._rank] = track.calls + 1
+            others = [rank for rank in range(self._size) if rank != self._rank]
+            self._mailbox.send(others, Arrival(track.number, track.calls + 1))
 
     def depart(self, track: Track) -> None:
         """Withdraw the report that this rank waits in the next call of a track."""
@@ -160,10 +171,8 @@ class ControlChannel:
                 self._reported = 0, 0
 
     def _report(self, track: Track, deadline: Deadline) -> None:
-        limit = deadline.elapsed + deadline.remaining
-        early = deadline.elapsed < min(_PATIENCE, limit / 4)
         place = track.number, track.calls + 1
-        if self._unseen or early or self._reported == place:
+        if self._unseen or self._reported == place or not _late(deadline, _PATIENCE):
             return
         report = Report(*place, str(track), self._complete_calls())
         # Before it is sent, as `depart` may withdraw one that was not, but must
@@ -440,6 +449,8 @@ class ControlChannel:
             self._lost |= dict.fromkeys(message.tracks, message)
         elif isinstance(message, Seen):
             self._unseen = False
+        elif isinstance(message, Arrival):
+            self._arrivals.setdefault(message.track, {})[source] = message.number
         else:
             self._note_place(source, message)
 
@@ -456,6 +467,12 @@ class ControlChannel:
     def drain(self) -> None:
         """Discard all messages before the communicator is freed. Collective."""
         self._mailbox.drain()
+
+
+def _late(deadline: Deadline, patience: float) -> bool:
+    """Whether a call has waited for so long, or for a part of its limit."""
+    limit = deadline.elapsed + deadline.remaining
+    return deadline.elapsed >= min(patience, limit / 4)
 
 
 def _reason(error: BaseException) -> str:

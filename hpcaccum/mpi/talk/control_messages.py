@@ -37,6 +37,13 @@ class Report(NamedTuple):
         return self.what
 
 
+class Arrival(NamedTuple):
+    """A rank has waited for long in call ``number`` of a track, and tells all ranks."""
+
+    track: int
+    number: int
+
+
 class GaveUp(NamedTuple):
     """A rank has stopped waiting for the answer to an exchange.
 
@@ -76,4 +83,3 @@ class Tag(IntEnum):
     HEARTBEAT = 2
     CLOCK = 3
     TRACE = 4
-    ARRIVAL = 5

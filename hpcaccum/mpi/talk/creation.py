@@ -56,13 +56,7 @@ def split_by_node(comm: mpi4py_MPI.Intracomm) -> Any:
 def creating(
     comm: mpi4py_MPI.Intracomm, what: str = _WHAT, missing: str = "all its ranks"
 ) -> Iterator[None]:
-    """Make a communicator of some of these ranks in the block. Collective.
-
-    Args:
-        comm: The ranks.
-        what: Begins messages.
-        missing: What is waited for.
-    """
+    """Make a communicator of some of these ranks in the block. Collective."""
     ordered = is_open_mpi()
     with waiting(), alone(comm, what, missing) if ordered else contextlib.nullcontext():
         yield

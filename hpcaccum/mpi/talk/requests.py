@@ -66,7 +66,11 @@ def complete(
 
 
 def _free_given_up() -> None:
-    """Free the requests that are complete: until then their communicator is in use."""
+    """Free the requests that are complete.
+
+    Until then MPICH takes their communicator for one in use, and its group is not
+    closed when the user frees it.
+    """
     if _given_up:
         with _lock:
             _given_up[:] = itertools.filterfalse(_are_complete, _given_up)
