@@ -76,6 +76,9 @@ def positive_weight(value: Any, dtype: np.dtype[Any]) -> float:
     Raises:
         InvalidArgumentError: If it is not a number above 0 that has this precision.
     """
+    if type(value) is float and value == 1.0:
+        # Almost always.
+        return 1.0
     number = math.nan
     with contextlib.suppress(TypeError, ValueError):
         array = np.asarray(value)

@@ -179,16 +179,19 @@ class Server:
 class SyncReplicas(Server):
     """Updates with the mean of the first ``quorum`` gradients of a step.
 
-    Gradients of an earlier step are dropped. Chen et al., "Revisiting Distributed
-    Synchronous SGD", 2016, https://arxiv.org/abs/1604.00981.
+    Gradients of an earlier step are dropped. If ``late`` is not 0, those of the step
+    before are not, but their weight is multiplied by it. Chen et al., "Revisiting
+    Distributed Synchronous SGD", 2016, https://arxiv.org/abs/1604.00981.
 
     Attributes:
         round: Gradients since the last update.
     """
 
-    def __init__(self, values: Mapping[str, Any], rule: Rule, quorum: int) -> None:
+    def __init__(
+        self, values: Mapping[str, Any], rule: Rule, quorum: int, late: float = 0.0
+    ) -> None:
         super().__init__(values, rule)
-        self._quorum = quorum
+        self._quorum, self._late = quorum, late
         self.round: list[Mapping[str, Any]] = []
         self._weights: list[float] = []
 
@@ -197,11 +200,12 @@ class SyncReplicas(Server):
     ) -> bool:
         """Give a gradient; if it is accepted, the worker pulls the next step."""
         with self._changed:
-            if local_step < self.step:
+            lag = self.step - local_step
+            if lag > (1 if self._late else 0):
                 self.dropped += 1
                 return False
             self.round.append(gradient)
-            self._weights.append(weight)
+            self._weights.append(weight * (self._late if lag == 1 else 1))
             if len(self.round) == self._quorum:
                 self._update(mean(self.round, self._weights))
                 self.round, self._weights = [], []

@@ -6,7 +6,6 @@ import math
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpcaccum.accumulator.state import admits
 from hpcaccum.device import is_device
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.overlap import overlap, same_elements
@@ -115,7 +114,8 @@ class RankBuffers:
 
         def joins() -> bool:
             state = protocol.state()
-            is_open = state.parity == parity and admits(state.step, local_step)
+            fits = protocol.admits(state.step, local_step)
+            is_open = state.parity == parity and fits
             return is_open and protocol.holds_gradient(parity)
 
         self._storage.check_room(record.buffer, grad, joins)

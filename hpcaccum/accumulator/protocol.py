@@ -93,6 +93,7 @@ class Admitted(NamedTuple):
         before: What its rank had in the round; None if nothing.
         record: What it has, once the gradient is in place.
         complete: Whether it was admitted, and is in place; if not, it must be written.
+        factor: What multiplies its weight.
     """
 
     accepted: bool | None
@@ -102,10 +103,12 @@ class Admitted(NamedTuple):
     before: Record | None = None
     record: Record | None = None
     complete: bool = False
+    factor: float = 1.0
 
     def receipt(self) -> Receipt:
         """Return the receipt."""
-        return Receipt(bool(self.accepted), self.local_step, self.step)
+        accepted = bool(self.accepted)
+        return Receipt(accepted, self.local_step, self.step, factor=self.factor)
 
 
 class AdmissionProtocol:
@@ -124,6 +127,7 @@ class AdmissionProtocol:
         rank, n = group.rank, group.size
         self._what, self._rank, self._size = what, rank, n
         self.apart = settings.storage != SUM
+        self._late = settings.late
         self.packing = Packing(shaped=not settings.has_one_shape)
         layout = WordLayout(after=_FIXED)
         members = layout.take(Membership.words(n))
@@ -175,6 +179,10 @@ class AdmissionProtocol:
 
     # Admission
 
+    def admits(self, step: int, local_step: int) -> bool:
+        """Whether a gradient of ``local_step`` counts at ``step``."""
+        return bool(admits(step, local_step, 1 if self._late else 0))
+
     def admit(
         self, rank: int, request: Request, offer: Callable[[], Offer]
     ) -> Admitted:
@@ -195,7 +203,7 @@ class AdmissionProtocol:
         while True:
             state = self.packing.unpack(word)
             step, parity = state.step, state.parity
-            if not admits(step, local_step):
+            if not self.admits(step, local_step):
                 self.counters.count(rank, False, step - local_step)
                 return Admitted(False, local_step, step, parity)
             offered = offered or offer()
@@ -211,17 +219,20 @@ class AdmissionProtocol:
                 break
             self.end_intent(rank)
             word = found
+        factor = self._late if local_step < step else 1.0
+        weight = factor * request.weight
         if held is None:
             assert fresh is not None
             copied = request.contents is not None
-            record = Record(fresh, 1, 0, shape, int(copied), request.weight)
+            record = Record(fresh, 1, 0, shape, int(copied), weight)
         else:
-            record = held.written(request.weight)._replace(shape=shape)
+            record = held.written(weight)._replace(shape=shape)
         complete = held is None and request.in_place and self.apart
         if held or not self.apart:
             adding = record._replace(number=record.number - 1, adding=1)
             self.words.write(self.record_index(parity, rank), adding.word())
-        return Admitted(True, local_step, step, parity, held, record, complete)
+        admitted = True, local_step, step, parity, held, record, complete
+        return Admitted(*admitted, factor)
 
     def _shape_of(self, offer: Offer, state: State) -> int:
         """Return the number of a gradient's shape, if it may join the open round."""

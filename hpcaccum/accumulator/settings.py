@@ -43,6 +43,8 @@ class Settings:
         workers: How many ranks contribute gradients. If not all, the host does not.
         row_size: If sparse, maximum number of elements of a row, else 0.
         rows: The places of rows in a gradient that is a vector, at its end.
+        late: What multiplies the weight of a gradient that is one step late; 0 if it is
+            stale.
     """
 
     dtype: np.dtype[Any]
@@ -55,6 +57,7 @@ class Settings:
     workers: int
     row_size: int = 0
     rows: Sequence[RowPlace] = ()
+    late: float = 0.0
 
     @property
     def is_sparse(self) -> bool:

@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 class VectorAccumulator(ConditionalAccumulator):
     """Accumulates vectors, if they are not stale; for a parameter server. Collective.
 
-    `batch` takes them. Those with rows, which lie at the places ``rows`` at their end,
-    have no other take, as their rows cannot be added element by element.
+    A vector that is one step late is added with its weight times ``late``; it is stale
+    if that is 0. `batch` takes all vectors. Those with rows, which lie at the places
+    ``rows`` at their end, have no other take, as their rows cannot be added element by
+    element.
 
     Attributes:
         most: Maximum number of vectors in one round.
@@ -46,9 +48,11 @@ class VectorAccumulator(ConditionalAccumulator):
         workers: int,
         rows: Sequence[RowPlace],
         what: str,
+        late: float = 0.0,
     ) -> None:
+        kind = np.dtype(dtype)
         settings = Settings(
-            np.dtype(dtype), (size,), "", "MEAN", host, size, SLOTS, workers, 0, rows
+            kind, (size,), "", "MEAN", host, size, SLOTS, workers, 0, rows, late
         )
         self._attach(group, what, settings)
 

@@ -125,7 +125,7 @@ class Writer:
         if record := admitted.record:
             if not admitted.complete:
                 parity, before = admitted.parity, admitted.before
-                source, weight = grad.source, grad.weight
+                source, weight = grad.source, admitted.factor * grad.weight
                 self._storage.write(parity, record.buffer, source, weight, before)
             self._buffers.note_admitted(admitted, slot)
             # The agent has published one that is complete.

@@ -289,6 +289,7 @@ class SyncReplicas(OneSided):
         optax_rule, params, options: See `OneSided`.
         replicas_to_aggregate: Least number of gradients in an update; by default, as
             that of `SyncReplicasOptimizer`.
+        lateness: Factor of a gradient that is one step late: "inverse", or a callable.
     """
 
     _strategy = SyncReplicasOptimizer
@@ -298,9 +299,12 @@ class SyncReplicas(OneSided):
         optax_rule: Any,
         params: Any,
         replicas_to_aggregate: int | None = None,
+        *,
+        lateness: Lateness = None,
         **options: Unpack[Options],
     ) -> None:
-        strategy = {"replicas_to_aggregate": replicas_to_aggregate}
+        quorum = {"replicas_to_aggregate": replicas_to_aggregate}
+        strategy = {**quorum, "lateness": lateness}
         super().__init__(optax_rule, params, strategy, **options)
 
 

@@ -116,6 +116,8 @@ class OneSidedOptimizer(Wrapper):
     _quorum: int | None = None
     _max_lag: float = math.inf
     _factors: Factors | None = None
+    # With a quorum, the factor of a gradient of the step before; 0 if it is dropped.
+    _late = 0.0
     # Maximum number of gradients of a rank in one update.
     _share = 1
     # Whether an update is a weighted mean; if not, a weight multiplies the gradient.
@@ -162,8 +164,9 @@ class OneSidedOptimizer(Wrapper):
     ) -> Inbox:
         group, root, what = self._group, self._root, self.get_name()
         if self._quorum is not None:
+            quorum, workers = self._quorum, self._workers
             return QuorumInbox(
-                group, root, size, dtype, self._quorum, self._workers, rows, what
+                group, root, size, dtype, quorum, workers, rows, what, self._late
             )
         return BoundedStalenessInbox(
             group,
@@ -414,7 +417,8 @@ class OneSidedOptimizer(Wrapper):
 
     def _bound(self) -> str:
         if self._quorum is not None:
-            return "a gradient of an earlier step is not accepted"
+            late = "a step before the last" if self._late else "an earlier step"
+            return f"a gradient of {late} is not accepted"
         return f"staleness={self._max_lag} is the largest lag accepted"
 
     def _after(self, server: ParameterServer, receipt: Receipt) -> None:

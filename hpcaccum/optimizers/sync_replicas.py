@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hpcaccum.accumulator import VectorAccumulator
 from hpcaccum.arguments import positive_count
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
-from hpcaccum.server import ServerOptions
+from hpcaccum.server import ServerOptions, factors_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
@@ -18,14 +18,16 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.base import Optimizer
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.variable import Variable
-    from hpcaccum.server import ParameterServer, Servers
+    from hpcaccum.server import Lateness, ParameterServer, Servers
 
 
 class SyncReplicasOptimizer(OneSidedOptimizer):
     """Updates with the mean of ``replicas_to_aggregate`` gradients of one step.
 
     With weights, it is sum(weight * gradient) / sum(weight). A gradient computed before
-    the last update is dropped. If the quorum is smaller than the number of workers, the
+    the last update is dropped. With ``lateness``, one that is late by a single update
+    joins the next one instead: its weight is multiplied by ``lateness(1)``, and the
+    receipt has this factor. If the quorum is smaller than the number of workers, the
     others are backups: the update uses the first gradients and does not wait for
     stragglers. A gradient is accepted or dropped for all variables together.
 
@@ -41,6 +43,9 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
             communicator determines it.
         use_locking: Ignored.
         name: Name for messages.
+        lateness: Factor of a gradient that is one step late: "inverse", which is 1 / 2,
+            or a callable that takes the lag, 1, and returns a number from 0 to 1, the
+            same on all ranks. By default it is dropped.
         comm, host, dedicated, servers, on_nonfinite, min_workers: See
             `OneSidedOptimizer`.
 
@@ -59,6 +64,7 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
         use_locking: bool = False,
         name: str = "sync_replicas",
         *,
+        lateness: Lateness = None,
         comm: mpi4py_MPI.Comm | Group | None = None,
         host: int = 0,
         dedicated: bool = False,
@@ -66,7 +72,7 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
         on_nonfinite: OnNonfinite = "accept",
         min_workers: int = 1,
     ) -> None:
-        def check(workers: int) -> dict[str, int | None]:
+        def check(workers: int) -> dict[str, Any]:
             quorum = replicas_to_aggregate
             if quorum is None:
                 quorum = max(workers - 1, min(workers, 2))
@@ -78,7 +84,11 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
             total = total_num_replicas
             if total is not None:
                 total = positive_count(total, "total_num_replicas")
-            return {"replicas_to_aggregate": quorum, "total_num_replicas": total}
+            return {
+                "replicas_to_aggregate": quorum,
+                "total_num_replicas": total,
+                "lateness": factors_of(lateness, 1),
+            }
 
         super().__init__(
             opt,
@@ -87,6 +97,8 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
             ServerOptions(comm, host, dedicated, servers, on_nonfinite, min_workers),
         )
         quorum = self._quorum = self._options["replicas_to_aggregate"]
+        if (factors := self._options["lateness"]) is not None:
+            self._late = factors(1)
         # Each worker may contribute so many gradients of one step.
         self._share = -(-quorum // self._workers)
 
@@ -100,6 +112,9 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
         if receipt.global_step != self._round:
             self._round, self._accepted = receipt.global_step, 0
         self._accepted += bool(receipt)
-        if receipt and self._accepted < self._share and server.step == self._step:
-            return
-        super()._after(server, receipt)
+        if not receipt or self._accepted >= self._share or server.step > self._round:
+            super()._after(server, receipt)
+        elif self._step < self._round:
+            # More gradients of this rank are needed, with the parameters of now.
+            self._useful = self._round
+            self._pull()

@@ -25,6 +25,7 @@ class QuorumInbox(VectorAccumulator):
     Args:
         group, root, size, dtype, workers, rows, what: See `VectorAccumulator`.
         quorum: Gradients of one update, at least.
+        late: Factor of a gradient of the step before; 0 if it is dropped.
     """
 
     adds = True
@@ -39,8 +40,9 @@ class QuorumInbox(VectorAccumulator):
         workers: int,
         rows: Sequence[RowPlace] = (),
         what: str = "gradients",
+        late: float = 0.0,
     ) -> None:
-        super().__init__(group, root, size, dtype, workers, rows, what)
+        super().__init__(group, root, size, dtype, workers, rows, what, late)
         self._quorum, self.needs_all = quorum, quorum == workers
         self._buffer: Array | None = None
 
@@ -62,12 +64,12 @@ class QuorumInbox(VectorAccumulator):
         return self._buffer
 
     def submit(self, local_step: int, weight: float = 1.0) -> Receipt:
-        """Submit the gradient in the buffer, unless it is of an earlier step."""
+        """Submit the gradient in the buffer, unless it is stale."""
         assert self._buffer is not None
         return self.apply_grad(self._buffer, local_step, weight=weight)
 
     def useful(self, step: int) -> int:
-        """Return the least step whose gradients the server accepts at a step."""
+        """Return the least step whose gradients fully count at a step."""
         return step
 
     def next(self, step: int, deadline: Deadline) -> AbstractContextManager[Batch]:

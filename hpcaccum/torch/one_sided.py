@@ -222,13 +222,14 @@ class OneSided(Adapter):
 class SyncReplicas(OneSided):
     """Updates with the mean of ``replicas_to_aggregate`` gradients of one step.
 
-    The first gradients make an update, later ones of the same step are dropped: see
-    `hpcaccum.SyncReplicasOptimizer`. Collective.
+    The first gradients make an update, later ones of the same step are dropped or, with
+    ``lateness``, join the next one: see `hpcaccum.SyncReplicasOptimizer`. Collective.
 
     Args:
         optimizer: Of `torch.optim`; a copy on the host makes the updates.
         replicas_to_aggregate: Least number of gradients in an update; by default, as
             that of `hpcaccum.SyncReplicasOptimizer`.
+        lateness: Factor of a gradient that is one step late: "inverse", or a callable.
         options: See `OneSided`.
     """
 
@@ -238,9 +239,12 @@ class SyncReplicas(OneSided):
         self,
         optimizer: torch.optim.Optimizer,
         replicas_to_aggregate: int | None = None,
+        *,
+        lateness: Lateness = None,
         **options: Unpack[Options],
     ) -> None:
-        strategy = {"replicas_to_aggregate": replicas_to_aggregate}
+        quorum = {"replicas_to_aggregate": replicas_to_aggregate}
+        strategy = {**quorum, "lateness": lateness}
         super().__init__(optimizer, strategy, **options)
 
 

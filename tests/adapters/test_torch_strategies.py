@@ -46,6 +46,21 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.ranks(min=2)
+def test_a_late_gradient_joins_the_next_update(comm, rank, size):
+    model = Model(start=0)
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    with hpt.SyncReplicas(inner, 1, lateness="inverse", comm=comm) as opt:
+
+        def act(_):
+            model.backward(rank, 0)
+            return opt.step()
+
+        receipts = turns([0, 1], act)
+    assert [each.factor for each in receipts] == [1.0, 0.5]
+    assert all(receipts)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("kind", SYNCHRONOUS)
 def test_synchronous_updates_use_the_mean(kind, name, comm, rank, size):

@@ -11,6 +11,7 @@
  *   STALE              a gradient carries the step that was read before it was computed;
  *                      without STALE no gradient is stale (more rounds from as many
  *                      gradients)
+ *   LATE               one that is one step late joins the open round, too
  *   TIMEOUTS           a take may fail: in line, for lack of gradients, because admitted
  *                      writers do not finish, because its caller cannot use the result;
  *                      for lack of gradients it may also go on with those there are
@@ -94,6 +95,11 @@
 #endif
 #ifndef TAKES
 #define TAKES 1
+#endif
+#ifdef LATE
+#define MOST_LAG 1
+#else
+#define MOST_LAG 0
 #endif
 #ifndef NEED
 #define NEED 2
@@ -199,7 +205,13 @@ inline admit() {
     check_state();
     p = open_now;
 #ifdef STALE
-    assert(local_step >= step_now);
+    assert(local_step + MOST_LAG >= step_now);
+#ifdef LATE
+    if
+    :: local_step < step_now -> HAPPENS(a late gradient is admitted)
+    :: else
+    fi;
+#endif
 #endif
     assert(!(accepted & gradient));
     accepted = accepted | gradient;
@@ -401,7 +413,7 @@ dead:
     if
 #ifdef STALE
     :: d_step {
-           local_step < STEP(STATE) ->
+           local_step + MOST_LAG < STEP(STATE) ->
            s = STATE;
            s = 0;
            next();
@@ -412,7 +424,7 @@ dead:
 #define local_step 100
 #endif
 #ifdef FINE
-    :: d_step { local_step >= STEP(STATE) -> s = STATE }
+    :: d_step { local_step + MOST_LAG >= STEP(STATE) -> s = STATE }
     fi;
 #ifdef BUG_STALE_ADMITTED
 swap:
@@ -424,7 +436,7 @@ swap:
 #endif
     :: d_step { STATE == s -> admit() }
 #else
-    :: d_step { local_step >= STEP(STATE) -> s = STATE; admit() }
+    :: d_step { local_step + MOST_LAG >= STEP(STATE) -> s = STATE; admit() }
 #endif
     fi;
 

@@ -43,6 +43,7 @@ ACCUMULATOR = Model(
         "every access": "FINE TIMEOUTS",
         "every access, two gradients each": "WRITERS=2 GRADS=2 FINE TIMEOUTS",
         "stale gradients": "GRADS=2 STALE",
+        "late gradients": "GRADS=3 WRITERS=2 TAKES=2 STALE LATE",
         "the step is set": "TAKES=2 STALE SETTER",
         "the step is set, every access": "WRITERS=2 STALE SETTER FINE",
         "a long line": "WRITERS=1 GRADS=2 TAKERS=3 TAKES=2 TIMEOUTS",
@@ -59,6 +60,7 @@ ACCUMULATOR = Model(
         "": {"a writer closes the round", "a take gets more than it wants"},
         "GRADS": {"a gradient joins another"},
         "STALE": {"a gradient is dropped"},
+        "LATE": {"a late gradient is admitted"},
         "LEAVE": {"a quorum shrinks", "a round is closed while its take gives up"},
         "CRASH": {
             "a swap fails",
