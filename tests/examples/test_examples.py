@@ -15,14 +15,22 @@ from ..system.conftest import REPOSITORY
 
 ENV = {"HPCACCUM_TIMEOUT": "60"}
 
-# Runs a program; SIGUSR1 comes to this rank shortly after the program expects it.
+# Runs a program that takes some seconds; SIGUSR1 comes to this rank shortly after the
+# program expects it. It is a request if no rank is found to be lost for a while.
 ASKED = """
 import os, runpy, signal, sys, threading, time
+import hpcaccum as hpc
+
+def slow(opt, *args, minimize=hpc.DropStaleGradientOptimizer.minimize):
+    time.sleep(1e-3)
+    return minimize(opt, *args)
+
+hpc.DropStaleGradientOptimizer.minimize = slow
 
 def ask():
     while signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
         time.sleep(0.01)
-    time.sleep(0.5)
+    time.sleep(0.1)
     os.kill(os.getpid(), signal.SIGUSR1)
 
 threading.Thread(target=ask, daemon=True).start()
