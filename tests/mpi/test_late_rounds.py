@@ -87,6 +87,7 @@ def test_without_a_factor_a_late_gradient_is_dropped(comm, rank, size, lateness)
     with hpc.SyncReplicasOptimizer(hpc.SGD(1), 1, lateness=lateness, comm=comm) as opt:
         opt.initialize([w])
         pairs = opt.compute_gradients(gives(1.0))
+        meet()
         receipts = turns(range(size), lambda _: opt.apply_gradients(pairs))
         assert [receipt.accepted for receipt in receipts] == [True] + [False] * (
             size - 1
