@@ -109,6 +109,8 @@ def test_a_rank_with_a_share_gives_more_after_a_late_gradient(comm, rank, size):
         receipts = turns([*range(size), 0, size - 1], act)
         assert receipts[-1] == hpc.Receipt(True, 0, 1, factor=0.5)
         assert opt.global_step == 1
+        # It computes the next one with the parameters of now.
+        assert meet(w.value.item())[-1] == -1
         assert all(meet(act(0)))
     assert opt.global_step == 2
     assert w.value == -2
