@@ -208,7 +208,7 @@ class BoundedStalenessInbox:
             self._answer()
 
     def useful(self, step: int) -> int:
-        """Return the least step whose gradients the server accepts at a step.
+        """Return the least step whose parameters are worth computing with at a step.
 
         With a negative ``max_lag`` none are accepted, and ``step`` is returned.
         """

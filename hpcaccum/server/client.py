@@ -301,7 +301,7 @@ class Client(Freeable):
         return Receipt(False, local_step, self.step, nonfinite=True)
 
     def useful(self, step: int) -> int:
-        """Return the least step whose gradients the server accepts at a step."""
+        """Return the least step whose parameters are worth computing with at a step."""
         return self._inbox.useful(step)
 
     # The device. A push and a pull have one buffer there: each of them waits until the

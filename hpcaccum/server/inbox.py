@@ -68,7 +68,7 @@ class Inbox(Protocol):
         """Count a gradient of this rank that is not finite, and was not submitted."""
 
     def useful(self, step: int) -> int:
-        """Return the least step whose gradients fully count at a step."""
+        """Return the least step whose parameters are worth computing with at a step."""
 
     def next(self, step: int, deadline: Deadline) -> AbstractContextManager[Batch]:
         """Wait for the gradients that make step ``step + 1``; the root only.

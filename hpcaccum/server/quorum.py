@@ -69,7 +69,7 @@ class QuorumInbox(VectorAccumulator):
         return self.apply_grad(self._buffer, local_step, weight=weight)
 
     def useful(self, step: int) -> int:
-        """Return the least step whose gradients fully count at a step."""
+        """Return the least step whose parameters are worth computing with at a step."""
         return step
 
     def next(self, step: int, deadline: Deadline) -> AbstractContextManager[Batch]:
