@@ -238,5 +238,5 @@ def test_all_updates_wait_for_a_server_that_is_stopped(
 def test_the_node_that_is_waited_for_is_named(cluster: Cluster, tmp_path: Path):
     found = run(cluster, SUM, tmp_path, LONG)
 
-    assert ": take_grad(6): waited 0.2" in found, found
+    assert ": take_grad(6): waited " in found, found
     assert found.endswith(" s for the sum of node h3 (leader rank 4)"), found

@@ -140,7 +140,7 @@ def test_long_wait_is_not_silent_but_ever_more_rarely_heard(monkeypatch, caplog)
 
     # After 10, 20, 40 and 80 ms; a slow machine may miss some.
     assert 1 <= len(caplog.messages) <= 4
-    assert caplog.messages[0].startswith("call: waited 0.0")
+    assert caplog.messages[0].startswith("call: waited ")
     assert caplog.messages[0].endswith(" s for rain")
     assert all(r.name == "hpcaccum" for r in caplog.records)
 
@@ -324,7 +324,7 @@ def test_a_message_that_others_do_not_explain_names_them(monkeypatch):
     with pytest.raises(hpc.WaitTimeoutError) as caught:
         Deadline(0, "call").wait(never, lambda: f"{ask()}, {ask()}")
 
-    assert re.fullmatch(r"call: waited 0.0\d+ s for the agent", str(caught.value))
+    assert re.fullmatch(r"call: waited [\d.]+ s for the agent", str(caught.value))
     assert time.monotonic() - begin < WAIT
     # Only for the message: later waits have no such limit.
     assert Deadline(None, "later").remaining == math.inf
