@@ -112,12 +112,11 @@ class OneSidedOptimizer(Wrapper):
     _server: ParameterServer | None = None
     _center: Center | None = None
     # Least number of gradients in an update. Without it, each gradient is an update if
-    # its lag is not larger than this, with a factor that depends on the lag.
+    # its lag is not larger than this. The factors of late gradients; with a quorum, all
+    # but those that are one step late are dropped.
     _quorum: int | None = None
     _max_lag: float = math.inf
     _factors: Factors | None = None
-    # With a quorum, the factor of a gradient of the step before; 0 if it is dropped.
-    _late = 0.0
     # Maximum number of gradients of a rank in one update.
     _share = 1
     # Whether an update is a weighted mean; if not, a weight multiplies the gradient.
@@ -162,21 +161,13 @@ class OneSidedOptimizer(Wrapper):
     def _make_inbox(
         self, size: int, dtype: np.dtype[Any], rows: Sequence[RowPlace]
     ) -> Inbox:
-        group, root, what = self._group, self._root, self.get_name()
+        here = self._group, self._root, size, dtype
+        workers, factors, what = self._workers, self._factors, self.get_name()
         if self._quorum is not None:
-            quorum, workers = self._quorum, self._workers
-            return QuorumInbox(
-                group, root, size, dtype, quorum, workers, rows, what, self._late
-            )
+            late = 0.0 if factors is None else factors(1)
+            return QuorumInbox(*here, self._quorum, workers, rows, what, late)
         return BoundedStalenessInbox(
-            group,
-            root,
-            size,
-            dtype,
-            max_lag=self._max_lag,
-            workers=self._workers,
-            factors=self._factors,
-            what=what,
+            *here, max_lag=self._max_lag, workers=workers, factors=factors, what=what
         )
 
     def initialize(self, var_list: Variables | None) -> None:
@@ -417,7 +408,7 @@ class OneSidedOptimizer(Wrapper):
 
     def _bound(self) -> str:
         if self._quorum is not None:
-            late = "a step before the last" if self._late else "an earlier step"
+            late = "a step before the last" if self._factors else "an earlier step"
             return f"a gradient of {late} is not accepted"
         return f"staleness={self._max_lag} is the largest lag accepted"
 

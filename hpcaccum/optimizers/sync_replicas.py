@@ -97,8 +97,7 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
             ServerOptions(comm, host, dedicated, servers, on_nonfinite, min_workers),
         )
         quorum = self._quorum = self._options["replicas_to_aggregate"]
-        if (factors := self._options["lateness"]) is not None:
-            self._late = factors(1)
+        self._factors = self._options["lateness"]
         # Each worker may contribute so many gradients of one step.
         self._share = -(-quorum // self._workers)
 
