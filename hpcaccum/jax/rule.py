@@ -25,7 +25,7 @@ class _Keys:
     """The random keys in a state, of which NumPy and checkpoints have only the data."""
 
     def __init__(self) -> None:
-        # Of each leaf of the state, what its key is; None if it is no key.
+        # For each leaf of the state, what its key is; None if it is no key.
         self.kinds: list[Any] = []
 
     def replaced(self, state: Any) -> Any:

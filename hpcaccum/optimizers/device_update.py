@@ -75,7 +75,7 @@ class _Group(NamedTuple):
     kernel: Any
     # Their indices in the plan.
     members: list[int]
-    # Of the arithmetic and of the slots.
+    # The dtype of the arithmetic and of the slots.
     wide: np.dtype[Any]
     # On the device; a row of 4 int64 for each: address of the value, of slot 0 and
     # slot 1, number of elements.

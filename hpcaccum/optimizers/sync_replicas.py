@@ -44,8 +44,9 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
         use_locking: Ignored.
         name: Name for messages.
         lateness: Factor of a gradient that is one step late: "inverse", which is 1 / 2,
-            or a callable that takes the lag, 1, and returns a number from 0 to 1, the
-            same on all ranks. By default it is dropped.
+            or a callable that takes a lag and returns a number from 0 to 1, the same
+            on all ranks. It is called at once, with 0 and 1; only the factor of 1
+            counts. By default such a gradient is dropped.
         comm, host, dedicated, servers, on_nonfinite, min_workers: See
             `OneSidedOptimizer`.
 

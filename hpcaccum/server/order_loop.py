@@ -46,7 +46,7 @@ class OrderLoop(Loop):
         self.rate: Callable[[], float | None] = lambda: None
         # The step that was ordered last.
         self._ordered = -1
-        # Of all servers after the last update, to the question None.
+        # What all servers have answered to the question None after the last update.
         self._last_answers: list[Any] | None = None
 
     def set_step(self, step: int) -> None:

@@ -90,9 +90,9 @@ class Orders(Service):
         self.assign: Callable[[int], object] = lambda _: None
         # On a server: the last order that was carried out, and whether it ended all.
         self._done, self._ended = 0, False
-        # Of agents: queues to and from each node, so that gradients of two steps do not
-        # mix; the number of the last order that the server of this node has got, and
-        # the versions whose gradients it has.
+        # What agents use: queues to and from each node, so that gradients of two steps
+        # do not mix; the number of the last order that the server of this node has got,
+        # and the versions whose gradients it has.
         assert publisher.agent is not None
         self._parameters, self._nodes = publisher.agent, publisher.nodes
         self._gradients = gradients

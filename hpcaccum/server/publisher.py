@@ -52,7 +52,7 @@ class Change:
 
     def __init__(self, *, made_here: bool) -> None:
         self._made_here = made_here
-        # Of each call of `wait` that blocks.
+        # What wakes each call of `wait` that blocks.
         self._blocked: list[Wake] = []
 
     def announce(self) -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hpcaccum.server.node_update import ElementwiseRule
     from hpcaccum.server.options import ServerOptions
 
-    # Of each variable, name to an array or an integer.
+    # For each variable, names to arrays or integers.
     Arrays = Mapping[str, Mapping[str, Any]]
 
 

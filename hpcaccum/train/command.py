@@ -117,6 +117,18 @@ def _train(
         with ending_the_job("--trace", options.trace):
             tracing.close()
     log.close()
+    return _report(results, options, group, title, place_and_date(facts), say)
+
+
+def _report(
+    results: list[Result],
+    options: Options,
+    group: Group,
+    title: str,
+    place: str,
+    say: Callable[[str], None],
+) -> int:
+    """Show the results of all strategies, return the status. Collective."""
     stopped = results[-1].stopped
     diverged = [result.strategy for result in results if result.diverged]
     if group.rank == options.reporter:
@@ -133,7 +145,7 @@ def _train(
             from hpcaccum.train.plot import draw
 
             with ending_the_job("--plot", options.plot):
-                draw(results, f"{title}\n{place_and_date(facts)}", options.plot)
+                draw(results, f"{title}\n{place}", options.plot)
             say(f"picture: {options.plot}")
     if diverged:
         # A rank that exits ends the job, maybe before the picture is drawn.

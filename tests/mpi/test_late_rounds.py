@@ -12,7 +12,7 @@ from .on_nodes import group_on_nodes  # noqa: F401
 from .training import gives, meet, raised, turns, variable
 
 SIZE = 3
-# Of lag 1.
+# The factor of a gradient that is one step late.
 LATE = 0.25
 
 

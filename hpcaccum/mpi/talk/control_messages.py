@@ -38,7 +38,7 @@ class Report(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """A rank has waited for long in call ``number`` of a track, and tells all ranks."""
+    """The sender has waited for a long time in call ``number`` of a track."""
 
     track: int
     number: int
