@@ -545,12 +545,12 @@ STOPS = [
 
 @pytest.mark.parametrize(("leg", "kind"), every_second(STOPS))
 def test_a_rank_that_was_stopped_ends(mpirun, script, leg, kind):
-    env = {"HPCACCUM_HEARTBEAT": "3"}
+    env = {"HPCACCUM_HEARTBEAT": "5"}
     env |= MESSAGES if leg == "messages" else {}
     result = mpirun(3, script(STOP), kind, survive=True, env=env, timeout=60)
 
     for text in (
-        r"rank 2 \(process .*\) is lost: no heartbeat for 3 s",
+        r"rank 2 \(process .*\) is lost: no heartbeat for 5 s",
         "rank 2 of 3 ends: .*rank 2 ",
         "rank 0 has the end",
         "rank 1 has the end",
