@@ -1,7 +1,5 @@
 """ConditionalAccumulator with gradients on a device."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -18,18 +16,14 @@ N = 1000
 
 
 @pytest.fixture(params=["slots", "sum"])
-def make(request, comm):
-    """Return a function that makes an accumulator; all are freed after the test."""
-    made = []
+def make(request, comm, keep):
+    """Return a function that makes an accumulator."""
 
     def make(dtype=np.float32, shape=(N,), **options):
         options = {"storage": request.param, "comm": comm} | options
-        made.append(ConditionalAccumulator(dtype, shape, **options))
-        return made[-1]
+        return keep(ConditionalAccumulator(dtype, shape, **options))
 
-    yield make
-    for accumulator in made:
-        accumulator.free()
+    return make
 
 
 def drawn(rank, dtype=np.float32):

@@ -1,7 +1,5 @@
 """What ``on_loss="shrink"`` does not allow."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -11,7 +9,6 @@ from hpcaccum.mpi import group_of
 from hpcaccum.mpi.job import process
 
 from .acting import everywhere
-from .on_device import device_library  # noqa: F401
 from .reducing import made_up
 from .training import raised
 

@@ -1,7 +1,5 @@
 """The start of training: equal values on all ranks, dtypes that can be exchanged."""
 
-from __future__ import annotations
-
 import logging
 
 import ml_dtypes
@@ -70,15 +68,6 @@ def test_ranks_that_begin_unlike_end_alike(comm, rank, size, start_by):
 
     np.testing.assert_allclose(w.value, -3 * (size - 1) / 2)
     assert len({value.tobytes() for value in meet(w.value)}) == 1
-
-
-def test_ones_in_each_other_all_begin_with_the_first(comm, rank, size):
-    for groups in shards(size):
-        w = variable(float(rank))
-        with cross_shard(comm, group_assignment=groups) as inner:
-            with hpc.CrossShardOptimizer(inner, comm=comm) as opt:
-                opt.initialize([w])
-            assert w.value == 0
 
 
 def test_the_same_bytes_are_accepted_without_a_broadcast(comm, rank):
