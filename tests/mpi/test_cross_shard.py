@@ -7,7 +7,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import DisagreementError, Reduction
 
-from .training import gives, raised, variable
+from .training import cross_shard_fixture, gives, raised, variable  # noqa: F401
 
 
 def shards(size):

@@ -6,7 +6,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import DisagreementError, InvalidArgumentError
 
-from .training import gives, raised, variable
+from .training import cross_shard_fixture, gives, raised, variable  # noqa: F401
 
 pytestmark = pytest.mark.any_size
 

@@ -20,7 +20,7 @@ from ..common import every_pair
 from .acting import interrupted, meet
 from .expiring import times_out_without
 from .reducing import ALL, KINDS, ONES, SHAPES, works
-from .training import gives, raised, variable
+from .training import cross_shard_fixture, gives, raised, variable  # noqa: F401
 
 pytestmark = [pytest.mark.ranks(min=2), pytest.mark.any_size, pytest.mark.own_comm]
 
