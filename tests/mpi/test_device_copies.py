@@ -72,14 +72,6 @@ def test_a_stream_that_was_used_is_kept(cp, copy):
     assert cp.cuda.Stream(non_blocking=True).ptr != address
 
 
-def test_which_library_an_array_is_of(cp):
-    assert device.library(cp.ones(1)) is cp
-    assert device.library(np.ones(1)) is device.library(None) is np
-    assert not device.is_device([1.0])
-    assert device.all_on_device("x", [cp.ones(1), cp.ones(2)])
-    assert not device.all_on_device("x", [])
-
-
 def test_arrays_of_another_device(cp, monkeypatch):
     array = cp.ones(3, np.float32)
     if cp.cuda.runtime.getDeviceCount() > 1:

@@ -46,14 +46,6 @@ def test_communicator_has_one_group(comm, rank, size):
     assert repr(group) == f"Group(rank {rank} of {size}, {group.node.size} on its node)"
 
 
-def test_group_has_a_communicator_of_its_own(comm):
-    group = group_of(comm)
-
-    assert MPI.Comm.Compare(group.comm, comm) == MPI.CONGRUENT
-    comm.Set_attr(key := MPI.Comm.Create_keyval(), "user's")
-    assert group.comm.Get_attr(key) is None
-
-
 def test_first_use_does_not_know_which_ranks_are_missing(monkeypatch):
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
     pending = SimpleNamespace(Test=lambda: False)

@@ -104,6 +104,15 @@ def test_a_late_rank_is_a_warning(heart, ended, rank, size, caplog):
     assert not ended
 
 
+def test_time_in_which_this_process_did_not_run_does_not_count(heart, ended, rank):
+    for peer in heart._peers:
+        with heartbeat._thread._lock:
+            heart._peers[peer].seen -= 31
+            heart.forgive(31)
+            heart._check(time.monotonic())
+    assert not ended
+
+
 def test_place_is_the_step_and_the_wait(comm, size):
     w = hpc.Variable(np.zeros(2), "w")
     with hpc.SyncReplicasOptimizer(hpc.SGD(1.0), size, comm=comm) as opt:

@@ -208,3 +208,21 @@ def test_a_rank_that_contributes_nothing_is_warned_once(comm, rank, caplog, make
             assert len(caplog.messages) == (number >= 19)
 
     assert caplog.messages == [text.format(rank)]
+
+
+@pytest.mark.ranks(min=2)
+def test_a_rank_that_is_always_late_is_warned(comm, rank, size, caplog):
+    w, late = variable(), rank == size - 1
+    opt = hpc.SyncReplicasOptimizer(hpc.SGD(0.5), size - 1, comm=comm)
+    with caplog.at_level(logging.WARNING), opt:
+        opt.initialize([w])
+        for _ in range(20):
+            # All begin with the same parameters; the others are done first.
+            pairs = opt.compute_gradients(gives(1.0))
+            meet()
+            assert late or opt.apply_gradients(pairs)
+            meet()
+            assert not late or not opt.apply_gradients(pairs)
+            meet()
+    text = "1 update late, and a gradient of an earlier step is not accepted"
+    assert (text in caplog.text) == late

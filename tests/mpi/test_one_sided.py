@@ -11,7 +11,7 @@ from hpcaccum import DisagreementError, InvalidArgumentError, group_of, testing
 from hpcaccum.mpi.job.runtime import MPI
 
 from .support import WAIT
-from .training import ONE_SIDED, computed, gives, meet, raised, turns, variable
+from .training import ONE_SIDED, Gate, computed, gives, meet, raised, turns, variable
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
@@ -141,7 +141,7 @@ def test_without_threads_the_host_must_be_dedicated(comm, size, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["DropStale"])
 def test_memory_is_that_of_gradients_and_parameters(make, comm, size):
-    opt = make([variable(np.zeros(1000))], Own("own"))
+    opt = make([variable(np.zeros(1000))], Gate(lambda: None))
     held = sum(meet(testing.shared_bytes(opt)))
 
     # On each node two copies of the center; a gradient of each rank; on the host's node
@@ -149,13 +149,6 @@ def test_memory_is_that_of_gradients_and_parameters(make, comm, size):
     nodes = len(group_of(comm).nodes)
     least = 8000 * (2 * nodes + size + (nodes > 1))
     assert least <= held < least + 1024 * (1 + size)
-
-
-class Own(hpc.Optimizer):
-    """An optimizer of the user, whose center is in memory of its own."""
-
-    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
-        """It makes no update."""
 
 
 @pytest.mark.ranks(1)
@@ -274,6 +267,9 @@ def test_different_variables_are_refused_by_all(kind, comm, rank, size):
             error = raised(opt.initialize, [mine])
         assert type(error) is DisagreementError
         assert f"rank {size - 1}" in str(error)
+    with ONE_SIDED[kind](hpc.SGD(1), [mine], comm) as opt:
+        error = raised(opt.initialize, [mine, mine])
+    assert "names must be unique" in str(error)
 
 
 # Ranks that start late or leave

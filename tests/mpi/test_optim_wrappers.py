@@ -10,7 +10,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import DisagreementError, FreedError, InvalidArgumentError
 
-from .training import ONE_SIDED, WRAPPERS, gives, meet, raised, variable
+from .training import ONE_SIDED, WRAPPERS, Gate, gives, meet, raised, variable
 
 pytestmark = pytest.mark.any_size
 
@@ -215,7 +215,7 @@ def test_a_rate_of_the_step_counts_local_steps_and_those_of_the_center_apart(
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_an_inner_optimizer_without_a_learning_rate_gets_none(comm, wrapper):
-    opt = WRAPPERS[wrapper](Own("own"), [variable()], comm)
+    opt = WRAPPERS[wrapper](Gate(lambda: None), [variable()], comm)
     errors = [
         raised(lambda: opt.learning_rate),
         raised(setattr, opt, "learning_rate", 1),
@@ -227,14 +227,6 @@ def test_an_inner_optimizer_without_a_learning_rate_gets_none(comm, wrapper):
 
 
 # Constructors
-
-
-class Own(hpc.Optimizer):
-    """An optimizer that a user might write."""
-
-    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
-        for grad, var in grads_and_vars:
-            var.value[...] -= grad
 
 
 @pytest.mark.parametrize("inner", WRAPPERS)
@@ -283,6 +275,7 @@ CLASSES = {
 WRONG = {
     "CrossShard": {
         "reduction": [("mean", "MEAN", "SUM", None, 1), ()],
+        "on_loss": [("abort",), ()],
     },
     "SyncReplicas": {
         "replicas_to_aggregate": [(0, -1, 1 << 20, [1]), (1.0, "1")],
@@ -330,6 +323,7 @@ def test_different_options_are_refused_by_all(comm, rank, size, kind):
         "CrossShard": {
             "reduction": (hpc.Reduction.MEAN, hpc.Reduction.SUM),
             "group_assignment": (together, alone),
+            "sync": (True, False),
         },
         "SyncReplicas": {"replicas_to_aggregate": (2, 3), "total_num_replicas": (2, 3)},
         "DropStale": {
@@ -350,13 +344,8 @@ def test_different_options_are_refused_by_all(comm, rank, size, kind):
 
 @pytest.mark.parametrize("bad", [0, "world"])
 def test_comm_is_a_communicator(bad):
-    for make in (
-        lambda: hpc.CrossShardOptimizer(hpc.SGD(1), comm=bad),
-        lambda: hpc.SyncReplicasOptimizer(hpc.SGD(1), 1, comm=bad),
-        lambda: hpc.DropStaleGradientOptimizer(hpc.SGD(1), 1, comm=bad),
-        lambda: hpc.AGNOptimizer(hpc.SGD(1), 1, hpc.AGNCustomGetter(comm=bad)),
-    ):
-        assert type(raised(make)) is TypeError
+    for kind in CLASSES.values():
+        assert type(raised(kind, hpc.SGD(1), comm=bad)) is TypeError
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)

@@ -357,6 +357,8 @@ def test_a_server_needs_ranks_that_train(comm, size):
         hpc.SyncReplicasOptimizer(
             hpc.SGD(1.0), 1, comm=comm, servers=list(range(size)), dedicated=True
         )
+    with pytest.raises(InvalidArgumentError, match="first of servers must be the host"):
+        hpc.SyncReplicasOptimizer(hpc.SGD(1.0), 1, comm=comm, servers=[0], host=1)
 
 
 def test_two_servers_of_one_node_are_refused(group):

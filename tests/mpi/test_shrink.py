@@ -62,12 +62,6 @@ def test_ranks_that_do_not_see_each_other_are_refused(one_node, rank, monkeypatc
     assert "needs ranks that see each other's processes" in str(error)
 
 
-def test_an_unknown_word_is_refused(comm):
-    error = raised(hpc.CrossShardOptimizer, hpc.SGD(1.0), comm=comm, on_loss="abort")
-
-    assert "on_loss must be one of ('raise', 'shrink'), got 'abort'" in str(error)
-
-
 @pytest.mark.parametrize("kind", ["sparse", "device"])
 def test_variables_that_are_sparse_or_on_a_device_are_refused(one_node, request, kind):
     w = hpc.Variable(np.zeros((4, 2)), "w", sparse=kind == "sparse")

@@ -548,21 +548,6 @@ def test_a_snapshot_that_does_not_fit_leaves_an_optimizer_in_use(comm, rank, kin
             same(before, after)
 
 
-def test_a_snapshot_of_cross_shard_starts_a_server(comm, rank):
-    own = fresh()
-    with hpc.CrossShardOptimizer(hpc.Adam(0.1), comm=comm) as opt:
-        step(opt, own, rank, 0)
-        snapshot = opt.snapshot()
-    opt, new = continued("SyncReplicas", "Adam", comm, snapshot)
-    again = of_host(opt, comm)
-    opt.free()
-
-    same_bits(new[0].value, own[0].value)
-    if rank == 0:
-        same(again["state"], snapshot["state"])
-        assert again["global_step"] == 1
-
-
 # Several servers
 
 

@@ -228,40 +228,6 @@ def test_a_wrong_gradient_changes_nothing(make, rank, size, problem):
     assert w.value[1, 0, 0] == b.value == -size
 
 
-class Interrupted(hpc.SGD):
-    """SGD that is interrupted after an update if ``now`` is set."""
-
-    now = False
-
-    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
-        super().apply_gradients(grads_and_vars, global_step, name)
-        if self.now:
-            self.now = False
-            raise KeyboardInterrupt
-
-    def _needs_for_rows(self):
-        return None
-
-
-def test_after_an_interrupted_step_all_rows_are_pulled(make, rank, size):
-    w, inner = table(), Interrupted(1.0)
-    opt = make(2, [w], inner)
-    opt.initialize()
-
-    def act(_):
-        opt.minimize(gives(rows(1)))
-        # Its update is not undone, and it is in no sum.
-        inner.now = True
-        with pytest.raises(KeyboardInterrupt):
-            opt.minimize(gives(rows(9)))
-        assert w.value[9, 0, 0] == -1
-        opt.minimize(gives(rows(1)))
-        return w.value[[1, 9], 0, 0].tolist()
-
-    found = turns(range(size), act)
-    assert found == [[-turn - 1, 0] for turn in range(size)]
-
-
 def test_init_op_takes_the_center_and_forgets_the_sums(make, rank, size):
     w = table()
     opt = make(2, [w])

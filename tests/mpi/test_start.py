@@ -103,14 +103,6 @@ def test_other_bytes_are_refused_by_all_of_a_group(comm, rank, size):
         assert before == np.array([0.0, -0.0 if rank == last else 0.0]).tobytes()
 
 
-@pytest.mark.ranks(min=2)
-def test_all_broadcast_or_none(comm, rank, size):
-    error = raised(cross_shard, comm, sync=rank < size - 1)
-
-    assert type(error) is DisagreementError
-    assert "sync must be the same" in str(error)
-
-
 # Dtypes
 
 

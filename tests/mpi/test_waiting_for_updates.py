@@ -90,13 +90,16 @@ def test_a_server_that_is_behind_is_named(comm, rank, size, kind, in_vain):
     main = threading.current_thread()
     with ONE_SIDED[kind](gate, [w], comm, host=host, name="mine") as opt:
         opt.initialize([w])
+        pairs = opt.compute_gradients(gives(1.0))
         meet()
         # Also a busy agent answers in that time.
         message = in_vain(
             lambda: [opt.minimize(gives(1.0)) for _ in range(2)], seconds=10 * VAIN
         )
+        slot = in_vain(opt.apply_gradients, pairs) if kind == "DropStale" else ""
         meet()
         go.set()
+    assert not slot or f"this rank's last, by rank {host}" in slot
     assert message.startswith("mine: pull: waited ")
     assert f"by rank {host}, which is at step 0; the next one waits" in message
     assert f"for rank {host}, which has all gradients that it needs;" in message

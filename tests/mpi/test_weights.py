@@ -18,7 +18,7 @@ pytestmark = pytest.mark.any_size
 
 SPARSE = Makers(hpc.SparseConditionalAccumulator)
 # More than is sent to another node with the request.
-LONG = 5_000
+LONG = 9_000
 # Rank, weight, and whether the gradient is computed in a slot.
 ROUNDS = {
     "one each": [(0, 32, True), (1, 8, False), (2, 0.5, True)],
