@@ -86,9 +86,9 @@ def reduced(cp, reducer, arrays, way):
 def check_ways(cp, maker, reducer, rank, size, dtype, **options):
     """Reduce in all ways: all ranks alike, or each on its own stream in another way."""
     ways = WAYS if dtype == "float32" else WAYS[:-1]
-    for call in range(2 * len(ways)):
+    for call in range(len(ways)):
         parts = parts_of(SHAPES, size, call, dtype=dtype)
-        way = ways[(call // 2 + 5 * rank * (call % 2)) % len(ways)]
+        way = ways[(call + 5 * rank * (call % 2)) % len(ways)]
         stream = cp.cuda.Stream(non_blocking=True) if call % 2 else None
         with stream or contextlib.nullcontext():
             found = reduced(cp, reducer, parts[rank], way)
