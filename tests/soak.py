@@ -24,7 +24,6 @@ import numpy as np
 
 import hpcaccum as hpc
 from hpcaccum.bench.answers import WrongAnswerError
-from hpcaccum.errors import counted
 from tests.kills import Episode
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class Soak:
         self._counts: Counter[str] = Counter()
 
     def __call__(self) -> int:
-        """Run; print a line whenever the time has doubled; return the exit status.
+        """Run; return the exit status.
 
         Raises:
             WrongAnswerError: On every rank, if a sum is wrong on one.
@@ -91,23 +90,14 @@ class Soak:
             logger.removeFilter(_expected)
 
     def _run(self) -> int:
-        begun, shown = time.monotonic(), 0.5
-        first, episode, now = Use.now(), 0, 0.0
-        self._say(
-            f"soak: {counted(self._group.size, 'rank')}, {self._seconds:g} s, "
-            f"seed {self._seed}\n"
-            f"{'seconds':>9} {'episodes':>9} {'operations':>11} {'MiB':>7} "
-            f"{'files':>6} {'threads':>8}"
-        )
-        while now < self._seconds:
+        begun, first, episode, over = time.monotonic(), Use.now(), 0, False
+        while not over:
             self._episode(episode)
             episode += 1
             if episode == _WARM:
                 first = Use.now()
-            now = self._group.allgather(time.monotonic() - begun, "time")[0]
-            if now >= 2 * shown or now >= self._seconds or episode == _WARM:
-                shown = now
-                self._show(now, episode)
+            late = time.monotonic() - begun >= self._seconds
+            over = self._group.allgather(late, "time")[0]
         return self._verdict(first, episode)
 
     def _episode(self, number: int) -> None:
@@ -122,60 +112,33 @@ class Soak:
         what = f"episode {number} of seed {self._seed} ({kind.__name__})"
         self._group.raise_together(what, failure)
 
-    def _show(self, now: float, episode: int) -> None:
-        use = [max(each) for each in zip(*self._uses(Use.now()), strict=True)]
-        total = sum(self._group.allgather(sum(self._counts.values()), "operations"))
-        self._say(
-            f"{now:9.1f} {episode:9} {total:11,} {use[0] / 2**20:7.1f} {use[1]:6} "
-            f"{use[2]:8}"
-        )
-
-    def _uses(self, use: Use) -> list[Use]:
-        return self._group.allgather(use, "what ranks hold")
-
     def _verdict(self, first: Use, episodes: int) -> int:
-        last, before = self._uses(Use.now()), self._uses(first)
+        last = Use.now()
+        pairs = zip(first, last, strict=True)
+        grown = Use(*(after - before for before, after in pairs))
         total: Counter[str] = Counter()
         for each in self._group.allgather(self._counts, "operations"):
             total.update(each)
-        parts = ", ".join(
-            f"{number:,} {what}" for what, number in sorted(total.items())
-        )
-        self._say(f"{parts}\nall counts and sums of {episodes} episodes are exact")
-        if episodes <= _WARM:
-            self._say(f"fewer than {_WARM + 1} episodes: growth is not judged")
-            return 0
-        grown = [_growth(*pair) for pair in zip(before, last, strict=True)]
-        rank = max(range(len(grown)), key=lambda rank: grown[rank])
-        memory, files, threads = grown[rank]
-        made = episodes - _WARM
-        self._say(
-            f"growth since episode {_WARM}, at most: {memory / 2**20:+.1f} MiB "
-            f"({memory / made / 2**10:.1f} KiB an episode), {files:+} files, "
-            f"{threads:+} threads (rank {rank})"
-        )
-        leaks = memory > _ALLOWED + made * _EACH or max(g[1] for g in grown) > 0
-        leaks = leaks or max(g[2] for g in grown) > 0
-        if leaks:
-            self._say("resources leak")
-        return int(leaks)
-
-    def _say(self, text: str) -> None:
+        every = self._group.allgather(grown, "what ranks hold")
+        worst = Use(*map(max, *every, grown))
         if self._group.rank == 0:
-            print(text, flush=True)
+            parts = ", ".join(f"{n:,} {what}" for what, n in sorted(total.items()))
+            print(f"{parts}\nall counts and sums of {episodes} episodes are exact")
+            print(f"growth since episode {_WARM}, of one rank: {worst}", flush=True)
+        made = episodes - _WARM
+        return int(
+            made > 0
+            and (
+                worst.memory > _ALLOWED + made * _EACH
+                or worst.descriptors > 0
+                or worst.threads > 0
+            )
+        )
 
 
 def _expected(record: logging.LogRecord) -> bool:
     """Whether a log shows a message that says more than the counts do."""
     return "were all dropped" not in record.msg
-
-
-def _growth(before: Use, last: Use) -> tuple[int, int, int]:
-    return (
-        last.memory - before.memory,
-        last.descriptors - before.descriptors,
-        last.threads - before.threads,
-    )
 
 
 def _check(exact: Any, found: Any, what: str) -> None:

@@ -90,6 +90,25 @@ def until(fact: Callable[[], Any]) -> Any:
     return result
 
 
+def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
+    """Run jobs at once; return their results."""
+    outcomes: dict[int, Any] = {}
+
+    def run(index: int, job: Callable[[], Any]) -> None:
+        outcomes[index] = attempt(job)
+
+    threads = [threading.Thread(target=run, args=job) for job in enumerate(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * WAIT)
+    assert len(outcomes) == len(jobs), "a thread does not end"
+    for _, error in outcomes.values():
+        if error is not None:
+            raise error
+    return [outcomes[index][0] for index in range(len(jobs))]
+
+
 class Background:
     """A call in a thread of one rank while the ranks continue. Collective."""
 

@@ -30,18 +30,13 @@ from hpcaccum.mpi.job import shutdown
 
 from ..common import WAIT
 from . import watchdog
-from .acting import Makers
-from .exchange import world
-from .on_device import (  # noqa: F401
-    aware,
-    device_library,
-    own_card,
-    pinned,
-    wants_gpu,
-)
-from .on_nodes import skip_reason
+from .acting import Makers, acc_fixture, make_fixture  # noqa: F401
+from .on_device import aware, device_library, own_card, pinned, wants_gpu  # noqa: F401
+from .on_nodes import group_on_nodes, held_agent, skip_reason  # noqa: F401
 from .outcome import Outcome, merge
-from .reducing import NODES, Kept
+from .reducing import NODES, Kept, maker_fixture, makers_fixture  # noqa: F401
+from .support import world
+from .training import copies_fixture  # noqa: F401
 from .watchdog import Watchdog
 
 
@@ -306,6 +301,20 @@ def size() -> int:
 def comm(request: pytest.FixtureRequest) -> MPI.Intracomm:
     """A communicator of all ranks; with the mark `own_comm`, one for this test."""
     return request.node.stash[COMM]
+
+
+@pytest.fixture(name="keep")
+def keep_fixture() -> Generator[Any, None, None]:
+    """A function that keeps an object, and returns it; all are freed after the test."""
+    kept: list[Any] = []
+
+    def keep(made: Any) -> Any:
+        kept.append(made)
+        return made
+
+    yield keep
+    for made in kept:
+        made.free()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,6 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from unittest import mock
 
 from mpi4py import MPI
@@ -17,7 +18,6 @@ from mpi4py import MPI
 from hpcaccum import deadline
 
 from .support import WAIT
-from .training import Namespace
 
 # Looks at the clock, between two of which a rank does all that it does while it waits.
 _LOOKS = 20
@@ -61,8 +61,7 @@ def times_out_without(comm: MPI.Intracomm, *late: int) -> Iterator[None]:
     """
     waiting = comm.Split(comm.rank in late, comm.rank)
     clock = time if comm.rank in late else _Clock(waiting)
-    with mock.patch.object(
-        deadline, "time", Namespace(time, monotonic=clock.monotonic)
-    ):
+    patched = SimpleNamespace(monotonic=clock.monotonic, sleep=time.sleep)
+    with mock.patch.object(deadline, "time", patched):
         yield
     waiting.Free()

@@ -188,6 +188,19 @@ def drawn(shapes: Any, *seed: int, dtype: Any = np.float64) -> dict[str, Any]:
     }
 
 
+def parts_of(shapes: Any, size: int, *seed: int, dtype: Any) -> list[dict[str, Any]]:
+    """Return the drawn arrays of all ranks."""
+    return [drawn(shapes, rank, *seed, dtype=dtype) for rank in range(size)]
+
+
+def check(maker: Maker, found: Any, parts: Any, dtype: Any, **options: Any) -> None:
+    """Compare results, here or on a device, with the reduction of arrays of all."""
+    assert set(found) == set(parts[0])
+    for name, array in found.items():
+        expected = maker.expected([part[name] for part in parts], dtype, **options)
+        maker.check(array.get() if hasattr(array, "get") else array, expected)
+
+
 def works(reducer, size):
     """Check that a reducer still works, after an error."""
     for given in (ONES, None):

@@ -1,7 +1,5 @@
 """ConditionalAccumulator: one operation at a time, each on another rank."""
 
-from __future__ import annotations
-
 import logging
 
 import ml_dtypes
@@ -10,8 +8,7 @@ import pytest
 
 import hpcaccum as hpc
 
-from .acting import acc_fixture, at, everywhere, make_fixture, meet, same_bits  # noqa: F401
-from .support import WAIT
+from .acting import WAIT, at, meet, same_bits
 
 pytestmark = pytest.mark.any_size
 
@@ -30,12 +27,6 @@ def test_gradient_is_accepted_unless_its_step_is_lower(acc):
     assert at(0, acc.num_accumulated) == 2
 
 
-def test_local_step_is_0_by_default_and_goes_second(make):
-    acc = make()
-    assert at(0, acc.apply_grad, [1, 1]).local_step == 0
-    assert at(1, acc.apply_grad, [1, 1], 5).local_step == 5
-
-
 def test_stale_gradient_is_not_looked_at(make):
     acc = make(shape=None, capacity=4)
     at(0, acc.set_global_step, 1)
@@ -44,16 +35,6 @@ def test_stale_gradient_is_not_looked_at(make):
     # Nor does it fix the shape of the round.
     assert at(2, acc.apply_grad, np.ones(3), local_step=1)
     same_bits(at(0, acc.take_grad, 1, timeout=WAIT), np.ones(3))
-
-
-def test_ranks_that_skip_rounds_are_not_confused(acc):
-    # Rank 1 applies in every second round only: always to the same parity.
-    for step in range(6):
-        at(0, acc.apply_grad, [1, 0], local_step=step)
-        if step % 2:
-            at(1, acc.apply_grad, [3, 0], local_step=step)
-        mean = at(0, acc.take_grad, 1, timeout=WAIT)
-        same_bits(mean, [2.0 if step % 2 else 1.0, 0.0])
 
 
 def test_mean_is_one_true_division_of_the_sum_in_rank_order(make, size):
@@ -101,8 +82,10 @@ def test_result_is_the_callers(acc):
 def test_scalars_empty_ones_and_many_dimensions(shape, storage):
     with hpc.ConditionalAccumulator("float32", shape, storage=storage) as acc:
         gradient = np.arange(np.prod(shape)).reshape(shape)
-        for rank in range(2):
-            at(rank, acc.apply_grad, gradient + 2 * rank)
+        at(0, acc.apply_grad, gradient)
+        slot = acc.slot(timeout=WAIT)
+        slot[...] = gradient + 2
+        at(1, acc.apply_grad, slot)
 
         same_bits(at(1, acc.take_grad, 2, timeout=WAIT), np.float32(gradient + 1))
         with pytest.raises(INVALID, match="gradient must have shape"):
@@ -279,11 +262,43 @@ def test_set_global_step_sets_whatever_was(make, caplog):
     assert not at(0, acc.apply_grad, [1, 1], local_step=-4)
 
 
-def test_every_rank_may_be_the_host(rank, size):
-    for host in range(size):
-        storage = ("slots", "sum")[host % 2]
-        with hpc.ConditionalAccumulator("f8", (2,), host=host, storage=storage) as acc:
-            everywhere(acc.apply_grad, [rank, 2 * rank])
-            mean = at(host + 1, acc.take_grad, size, timeout=WAIT)
+# Where a take leaves its result
 
-        same_bits(mean, [(size - 1) / 2, size - 1.0])
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("storage", ["slots", "sum"])
+def test_a_result_goes_where_it_is_wanted(make, dtype, storage):
+    acc = make(dtype, (2, 3), storage=storage)
+    grads = [np.full((2, 3), value, dtype) for value in (1, 2, 6)]
+    for step in range(3):
+        for rank, grad in enumerate(grads):
+            at(rank, acc.apply_grad, grad, step)
+
+        def take():
+            out = np.full((2, 3), np.nan, dtype)
+            return out, acc.take_grad(3, timeout=WAIT, out=out) is out
+
+        found, same = at(step, take)
+        assert same
+        same_bits(found, np.full((2, 3), 3, dtype))
+
+
+UNFIT = {
+    "a list": [0.0, 0.0],
+    "float32": np.zeros(2, np.float32),
+    "(3,)": np.zeros(3),
+    "contiguous": np.zeros(4)[::2],
+    "writable": np.frombuffer(bytes(16)),
+}
+
+
+@pytest.mark.parametrize("text", UNFIT)
+@pytest.mark.parametrize("shape", [(2,), None], ids=["fixed", "free"])
+def test_a_result_that_fits_nowhere_is_not_lost(make, text, shape):
+    acc = make(shape=shape, **({} if shape else {"capacity": 4}))
+    at(0, acc.apply_grad, np.array([1.0, 2.0]))
+    with pytest.raises(INVALID, match=r"^out must be"):
+        at(1, acc.take_grad, 1, timeout=WAIT, out=UNFIT[text])
+
+    assert at(2, acc.num_accumulated) == 1
+    same_bits(at(2, acc.take_grad, 1, timeout=WAIT), [1.0, 2.0])

@@ -1,7 +1,5 @@
 """Accumulators as objects: names, sharing, communicators, statistics, the end."""
 
-from __future__ import annotations
-
 import gc
 
 import numpy as np
@@ -10,14 +8,7 @@ from mpi4py import MPI
 
 import hpcaccum as hpc
 
-from .acting import (
-    at,
-    everywhere,
-    make_fixture,  # noqa: F401
-    meet,
-    same_bits,
-)
-from .support import WAIT
+from .acting import WAIT, at, everywhere, meet, same_bits
 from .training import raised
 
 pytestmark = pytest.mark.any_size
@@ -127,17 +118,6 @@ def test_shared_name_with_other_arguments_is_an_error_everywhere(field, value):
         assert everywhere(acc.apply_grad, [1, 2])
 
 
-def test_without_a_shared_name_each_is_its_own():
-    with (
-        hpc.ConditionalAccumulator("float64", ()) as first,
-        hpc.ConditionalAccumulator("float64", (), "") as second,
-    ):
-        at(1, first.apply_grad, 1)
-
-        assert at(0, second.num_accumulated) == 0
-        assert first.accumulator_ref != second.accumulator_ref
-
-
 def test_shared_names_belong_to_a_communicator(comm):
     with (
         hpc.ConditionalAccumulator("float64", (), "common") as first,
@@ -164,13 +144,6 @@ def test_accumulators_of_parts_of_the_ranks(comm, rank, size):
     part.Free()
 
 
-def test_accumulator_of_one_rank_alone(rank):
-    if rank == 0:
-        with hpc.ConditionalAccumulator("float64", (), comm=MPI.COMM_SELF) as acc:
-            acc.apply_grad(3)
-            same_bits(acc.take_grad(1, timeout=WAIT), np.array(3.0))
-
-
 def test_several_at_once_do_not_mix(rank, size):
     accs = [
         hpc.ConditionalAccumulator("float64", (k + 1,), host=k % size, storage=storage)
@@ -184,12 +157,6 @@ def test_several_at_once_do_not_mix(rank, size):
         same_bits(mean, np.full(k + 1, k + (size - 1) / 2))
     for acc in accs:
         acc.free()
-
-
-def test_group_serves_as_communicator(comm):
-    group = hpc.group_of(comm)
-    with hpc.ConditionalAccumulator("float64", (), comm=group) as acc:
-        assert everywhere(acc.apply_grad, 1)
 
 
 def test_exception_in_a_with_block_does_not_wait_for_others(rank):

@@ -1,7 +1,5 @@
 """Slots: gradients computed in the memory from which a take reads them."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 
@@ -10,19 +8,17 @@ import pytest
 
 import hpcaccum as hpc
 
-from .acting import (  # noqa: F401
+from .acting import (
     VAIN,
+    WAIT,
     Background,
-    acc_fixture,
     at,
     attempt,
     close_unreduced,
     everywhere,
-    make_fixture,
-    meet,
+    in_threads,
     same_bits,
 )
-from .support import WAIT
 
 pytestmark = pytest.mark.any_size
 
@@ -49,23 +45,16 @@ def memory_of(slot):
     return np.frombuffer(address, slot.dtype)
 
 
-def test_gradient_in_its_slot_is_not_copied(make, rank):
+@pytest.mark.parametrize("given", [lambda slot: slot, memory_of])
+def test_gradient_in_its_slot_is_not_copied(make, rank, given):
+    # It is recognized by its address.
     acc = make(storage="slots")
     if rank == 0:
         slot = acc.slot()
         slot[:] = [1, 1]
-        assert acc.apply_grad(slot)
+        assert acc.apply_grad(given(slot))
         memory_of(slot)[:] = [7, 8]
     same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [7.0, 8.0])
-
-
-def test_slot_serves_every_round(acc, rank, size):
-    for step in range(6):
-        for _ in range(1 + step % 2):
-            everywhere(lambda step=step: apply_in_slot(acc, [rank, step], step))
-
-        mean = at(step, acc.take_grad, size, timeout=WAIT)
-        same_bits(mean, [(size - 1) / 2, float(step)])
 
 
 def test_slot_outlives_the_round_it_was_made_in(acc):
@@ -110,22 +99,6 @@ def test_slot_may_be_applied_reversed_or_converted(acc):
         at(1, odd, change, step)
         expected = [2.0, step] if step == 0 else [step, 2.0]
         same_bits(at(0, acc.take_grad, 1, timeout=WAIT), np.array(expected, float))
-
-
-def test_slot_on_its_way_to_a_thread_is_not_taken_by_another(acc):
-    def apply_often():
-        for _ in range(200):
-            assert acc.apply_grad([1, 1])
-
-    def apply_both():
-        other = threading.Thread(target=apply_often)
-        other.start()
-        for _ in range(200):
-            assert apply_in_slot(acc, [10, 20])
-        other.join(WAIT)
-
-    at(1, apply_both)
-    same_bits(at(0, acc.take_grad, 400, timeout=WAIT), [5.5, 10.5])
 
 
 def test_slot_is_awaited_while_both_buffers_are_held(acc):
@@ -191,17 +164,6 @@ def test_slot_of_the_fixed_shape_only(make):
             acc.slot(shape)
 
 
-@pytest.mark.parametrize("shape", [(), (0,)])
-def test_slot_of_a_scalar_and_of_nothing(shape):
-    with hpc.ConditionalAccumulator("float32", shape) as acc:
-        slot = acc.slot()
-        assert slot.shape == shape
-        slot[...] = 3
-        everywhere(acc.apply_grad, slot)
-
-        same_bits(at(0, acc.take_grad, 1, timeout=WAIT), np.full(shape, 3, "f"))
-
-
 READ_ONLY = "read-only"
 AGAIN = r"call slot\(\) again"
 
@@ -241,18 +203,6 @@ def test_slot_is_the_callers_until_the_next_apply_of_something_else(acc):
     same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [1.0, 2.0])
 
 
-def in_thread(do):
-    """Do something in another thread; return the result or raise what it raised."""
-    outcome = []
-    thread = threading.Thread(target=lambda: outcome.append(attempt(do)))
-    thread.start()
-    thread.join(2 * WAIT)
-    [(result, error)] = outcome
-    if error is not None:
-        raise error
-    return result
-
-
 def test_slot_is_not_written_to_by_other_threads(acc):
     def hold():
         slot = acc.slot(timeout=WAIT)
@@ -260,8 +210,8 @@ def test_slot_is_not_written_to_by_other_threads(acc):
             slot[:] = [10, step]
             for value in (1, 3):
                 grad = np.array([value, 0.0])
-                assert in_thread(lambda g=grad, step=step: acc.apply_grad(g, step))
-            same_bits(in_thread(lambda: acc.take_grad(2, timeout=WAIT)), [2.0, 0.0])
+                assert in_threads(lambda g=grad, step=step: acc.apply_grad(g, step))[0]
+            same_bits(*in_threads(lambda: acc.take_grad(2, timeout=WAIT)), [2.0, 0.0])
             same_bits(slot.copy(), [10.0, step])
         assert acc.apply_grad(slot, 4)
 
@@ -288,7 +238,7 @@ def test_slots_of_two_threads_are_two(acc):
         mine[:] = [3, 4]
         # Both buffers are lent, so a third thread gets none.
         with pytest.raises(hpc.WaitTimeoutError, match="another thread of this rank"):
-            in_thread(lambda: acc.slot(timeout=VAIN))
+            in_threads(lambda: acc.slot(timeout=VAIN))
         assert acc.apply_grad(mine)
         done.set()
         thread.join(2 * WAIT)
@@ -308,10 +258,10 @@ def test_apply_waits_for_a_buffer_that_no_other_thread_holds(acc, monkeypatch):
         slot[:] = [5, 6]
         monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
         with pytest.raises(hpc.WaitTimeoutError, match="another thread of this rank"):
-            in_thread(lambda: acc.apply_grad([7, 8], 1))
+            in_threads(lambda: acc.apply_grad([7, 8], 1))
         monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
         assert acc.apply_grad(slot, 1)
-        assert in_thread(lambda: acc.apply_grad([7, 8], 1))
+        assert in_threads(lambda: acc.apply_grad([7, 8], 1))[0]
 
     at(1, hold)
     same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [1.0, 2.0])
@@ -320,22 +270,10 @@ def test_apply_waits_for_a_buffer_that_no_other_thread_holds(acc, monkeypatch):
 
 def test_slot_of_a_thread_that_has_ended_is_given_to_another(acc):
     def ask():
-        slots = [in_thread(lambda: acc.slot(timeout=WAIT)) for _ in range(3)]
+        slots = [in_threads(lambda: acc.slot(timeout=WAIT))[0] for _ in range(3)]
         assert not slots[0].flags.writeable
         assert slots[2].flags.writeable
         assert acc.apply_grad([1, 2])
 
     at(1, ask)
     same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [1.0, 2.0])
-
-
-def test_slot_is_recognized_by_its_address(comm, size):
-    with hpc.ConditionalAccumulator("float64", (300,), comm=comm) as acc:
-        slot = acc.slot()
-        slot[...] = 1
-        acc.apply_grad(memory_of(slot))
-
-        # The slot was used: it was not copied to the other one.
-        assert not np.may_share_memory(acc.slot(), slot)
-        meet()
-        assert (at(0, acc.take_grad, size) == 1).all()

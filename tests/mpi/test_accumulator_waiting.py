@@ -1,26 +1,22 @@
 """Takes that wait: their order, their timeouts, and ranks that have left."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 import hpcaccum as hpc
 
-from .acting import (  # noqa: F401
+from .acting import (
     VAIN,
+    WAIT,
     Background,
     Take,
-    acc_fixture,
     at,
     everywhere,
     interrupted,
-    make_fixture,
     same_bits,
     settle,
     until,
 )
-from .support import WAIT, meet
 
 pytestmark = pytest.mark.any_size
 
@@ -136,31 +132,6 @@ def test_waiting_in_line_in_vain_says_who_is_before(acc):
     same_bits(first.result(), [1.5, 0.0])
 
 
-def test_bad_number_is_refused_though_others_wait(make):
-    acc = make()
-    take = Take(acc, 0, 1)
-    for number, error in [(0, hpc.InvalidArgumentError), (1.0, TypeError)]:
-        with pytest.raises(error):
-            at(1, acc.take_grad, number)
-
-    at(0, acc.apply_grad, [1, 2])
-    same_bits(take.result(), [1.0, 2.0])
-
-
-def test_setting_the_step_ends_no_take(acc):
-    take = Take(acc, 0, 2)
-    at(1, acc.apply_grad, [1, 0])
-    at(1, acc.set_global_step, 7)
-    settle(acc)
-
-    assert not take.over()
-    assert at(1, acc.num_accumulated) == 1
-    assert not at(1, acc.apply_grad, [9, 0], 6)
-    at(1, acc.apply_grad, [2, 0], 7)
-    same_bits(take.result(), [1.5, 0.0])
-    assert at(0, lambda: acc.global_step) == 8
-
-
 def test_threads_of_a_rank_take_one_after_the_other(acc):
     threads = [
         Background(1, lambda: float(acc.take_grad(1, timeout=WAIT)[0]))
@@ -238,16 +209,6 @@ def test_quorums_shrink_with_the_workers(wanted, quorums):
 
 
 @pytest.mark.ranks(min=2)
-def test_dedicated_host_is_no_worker(size):
-    with hpc.ConditionalAccumulator("float64", (), workers=size - 1) as acc:
-        for rank in range(1, size):
-            at(rank, acc.leave)
-
-        with pytest.raises(hpc.EverybodyLeftError, match=f"all {size - 1} ranks"):
-            at(0, acc.take_grad, 1)
-
-
-@pytest.mark.ranks(min=2)
 def test_more_ranks_leave_than_there_are_workers():
     with hpc.ConditionalAccumulator("float64", (2,), workers=1) as acc:
         take = Take(acc, 0, 1)
@@ -256,21 +217,3 @@ def test_more_ranks_leave_than_there_are_workers():
             take.result()
         with pytest.raises(hpc.EverybodyLeftError):
             at(1, acc.take_grad, 3, timeout=WAIT)
-
-
-@pytest.mark.ranks(min=3)
-def test_a_host_that_does_not_contribute_may_leave(comm, rank, size):
-    acc = hpc.ConditionalAccumulator(np.float32, (2,), comm=comm, workers=size - 1)
-    if rank < size - 1:
-        acc.leave()
-    meet()
-    left = acc.statistics().left
-    if rank == size - 1:
-        acc.apply_grad(np.ones(2))
-    meet()
-    result = acc.take_grad(size - 1, timeout=WAIT) if rank == 0 else None
-    meet()
-    acc.free()
-
-    assert left == tuple(range(1, size - 1))
-    assert rank or (result == 1).all()

@@ -1,7 +1,5 @@
 """After `free` of a one-sided optimizer, all ranks have the final center."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np
@@ -76,22 +74,6 @@ def test_a_global_step_ends_with_one_value(comm, kind, options, rank, size):
     assert unlike.value == 7
 
 
-def test_each_optimizer_ends_its_own_global_step(comm, kind, rank, size):
-    steps = [hpc.Variable(np.int64(0), f"step {number}") for number in range(2)]
-    made = []
-    for number, step in enumerate(steps):
-        w = variable(np.zeros(8))
-        made.append(ONE_SIDED[kind](hpc.SGD(0.1), [w], comm))
-        made[-1].initialize([w])
-        for _ in range(2 + 2 * number):
-            made[-1].minimize(gives(np.ones(8)), step)
-    for opt in made:
-        opt.free()
-
-    assert [step.value for step in steps] == [opt.global_step for opt in made]
-    assert steps[0].value < steps[1].value
-
-
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("freed", [False, True], ids=["serve", "free"])
 def test_a_host_that_only_serves_ends_with_what_was_trained(
@@ -140,14 +122,6 @@ def test_the_final_state_can_be_read_after_free(comm, kind, rank, size):
     minimize = functools.partial(opt.minimize, gives(np.ones(3)))
     for use in (opt.leave, opt.serve, opt.gradient_arrays, minimize):
         assert type(raised(use)) is hpc.FreedError
-
-
-def test_an_optimizer_without_variables_has_no_final_state(comm, kind):
-    w = variable()
-    opt = ONE_SIDED[kind](hpc.SGD(1), [w], comm)
-    opt.free()
-    for ask in (lambda: opt.global_step, opt.statistics, lambda: opt.center(w)):
-        assert type(raised(ask)) is hpc.FreedError
 
 
 def test_after_an_exception_the_variables_are_left_alone(comm, kind, rank):
@@ -199,21 +173,6 @@ def test_a_rate_may_ask_for_the_step_to_the_last_update(
         assert steps == (list(range(opt.global_step)) if rank == 0 else [])
     elif rank == 0:
         assert steps == list(range(opt.global_step))
-
-
-def test_a_rate_may_ask_for_the_step_while_the_last_one_frees(comm, size, rank):
-    w = variable()
-    opt = hpc.SyncReplicasOptimizer(
-        hpc.SGD(lambda: 1.0 + opt.global_step), 2 * size, comm=comm
-    )
-    opt.initialize([w])
-    # The share of each rank is two gradients, so it does not wait after the first. The
-    # ranks that leave shrink the quorum: the updates are made in free().
-    opt.minimize(gives(1.0))
-    opt.free()
-
-    assert opt.global_step >= 1
-    assert w.value == -sum(1 + step for step in range(opt.global_step))
 
 
 @pytest.mark.ranks(min=2)

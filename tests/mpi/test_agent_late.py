@@ -1,7 +1,5 @@
 """An agent that does not answer within the limit, and its answer that comes later."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np
@@ -13,16 +11,17 @@ from hpcaccum.deadline import current_wait
 
 from .acting import (
     VAIN,
+    WAIT,
     Background,
     at,
     attempt,
     everywhere,
     interrupted,
+    meet,
     same_bits,
     until,
 )
-from .on_nodes import group_on_nodes, held_agent, named  # noqa: F401
-from .support import WAIT, meet
+from .on_nodes import named
 
 ELEMENTS = 6
 # To ask for the step would need the agent.
@@ -231,21 +230,6 @@ def test_an_update_counts_when_the_answer_comes(held, limit, group, caller, host
     assert opt.statistics().accepted[caller] == 2
     opt.free()
     same_bits(w.value, np.full(ELEMENTS, -11.0))
-
-
-@pytest.fixture
-def late_agent(group, rank):
-    """Let the rank whose agent answers return late when it adds a service."""
-    with testing.late_services(0.05 * (rank == group.nodes[-1][0])):
-        yield
-
-
-def test_a_rank_may_apply_at_once(late_agent, group, rank, host):
-    made = hpc.ConditionalAccumulator("float32", (2,), comm=group, host=host)
-    if rank not in group.nodes[-1]:
-        assert made.apply_grad([1, 1])
-    meet()
-    made.free()
 
 
 def test_a_rank_that_waits_warns_and_names_the_agent(

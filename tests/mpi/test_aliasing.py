@@ -1,7 +1,5 @@
 """Reducer: arrays that share memory with each other or with the reducer."""
 
-from __future__ import annotations
-
 import ctypes
 
 import numpy as np
@@ -12,12 +10,7 @@ from hypothesis import strategies as st
 from hpcaccum import InvalidArgumentError, Layout
 
 from ..common import every_pair
-from .reducing import (
-    ALL,
-    KINDS,
-    maker_fixture,  # noqa: F401
-    makers_fixture,  # noqa: F401
-)
+from .reducing import ALL, KINDS
 from .training import meet
 
 pytestmark = pytest.mark.any_size
@@ -185,30 +178,6 @@ def test_arrays_may_change_places(maker, comm, rank, where, turn):
                 if out:
                     targets[name] = (out, target, "address")
             right_or_refused(maker, comm, reducer, memory, places, targets)
-
-
-@ALL
-def test_one_array_may_be_contributed_twice_and_be_a_target(maker, comm, rank):
-    reducer = maker(SHAPES)
-    memory = Memory(reducer, rank)
-    places = {
-        name: ("user", start, "plain")
-        for name, start in zip("xyz", (0, 512, 0), strict=True)
-    }
-    right_or_refused(maker, comm, reducer, memory, places, {"z": places["z"]})
-
-
-@ALL
-def test_results_may_be_copied_to_the_reducers_own_arrays(maker, rank, size):
-    reducer = maker({"x": (3000,), "y": (3000,)})
-    for again in (False, True):
-        mine = {name: np.full(3000, rank + 1.0, np.float32) for name in "xy"}
-        if again:
-            for name, array in reducer.arrays().items():
-                array[...] = mine[name]
-        reducer.reduce(None if again else mine, out=reducer.arrays())
-        for array in reducer.arrays().values():
-            assert (array == (size + 1) / 2).all()
 
 
 @ALL

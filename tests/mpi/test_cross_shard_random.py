@@ -1,7 +1,5 @@
 """CrossShardOptimizer against plain NumPy: random steps, with errors of one rank."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -9,9 +7,7 @@ import hpcaccum as hpc
 from hpcaccum import Reduction
 from hpcaccum.rows import exchange as row_exchange
 
-from .on_nodes import group_on_nodes  # noqa: F401
-from .support import meet
-from .training import gives, raised
+from .training import gives, meet, raised
 
 STEPS = 12
 SHAPES = [(), (0, 3), (3,), (70, 2), (300, 0), (40, 5, 2)]

@@ -1,7 +1,5 @@
 """Optimizers of variables on a device: the same results as in CPU memory."""
 
-from __future__ import annotations
-
 import gc
 
 import numpy as np
@@ -119,7 +117,7 @@ def test_gradients_that_are_not_finite(cp, comm, rank, size, wrapper):
     with WRAPPERS[wrapper](hpc.SGD(1), there, comm, on_nonfinite="drop") as opt:
         opt.initialize(there)
         bad = [cp.asarray(grad) for grad in arrays(1)]
-        bad[1][3] = np.nan
+        bad[1][3] = -np.inf
         receipt = opt.minimize(gives(*bad))
         meet()
         assert receipt.reason == "nonfinite"
@@ -128,21 +126,6 @@ def test_gradients_that_are_not_finite(cp, comm, rank, size, wrapper):
             assert var.value.get().tobytes() == old.tobytes()
             assert opt.center(var).tobytes() == old.tobytes()
         opt.leave()
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_the_variable_of_a_gradient_that_is_not_finite(cp, comm, wrapper):
-    there = variables(cp.asarray)
-    with WRAPPERS[wrapper](hpc.SGD(1), there, comm, on_nonfinite="raise") as opt:
-        opt.initialize(there)
-        bad = [cp.asarray(grad) for grad in arrays(1)]
-        bad[1][3] = -np.inf
-        error = raised(opt.minimize, gives(*bad))
-        meet()
-        opt.leave()
-
-    assert type(error) is InvalidArgumentError
-    assert "the gradient of 'b' has a NaN or an infinity in float32" in str(error)
 
 
 @pytest.mark.ranks(min=2)

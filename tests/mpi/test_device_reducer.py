@@ -1,6 +1,8 @@
 """Reducer with device arrays: the same results, with all necessary waits."""
 
-from __future__ import annotations
+import contextlib
+import gc
+import itertools
 
 import ml_dtypes
 import numpy as np
@@ -13,21 +15,13 @@ from hpcaccum import (
     WaitTimeoutError,
 )
 from hpcaccum.device import kernels
-from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.mpi.job import cuda_aware
 from hpcaccum.reducer import device as device_exchange
 
 from .expiring import times_out_without
 from .on_device import FEW_RANKS, Aware, empty_like, to_device
-from .reducing import (
-    ALL,
-    EACH,
-    KINDS,
-    Maker,
-    drawn,
-    maker_fixture,  # noqa: F401
-    works,
-)
+from .reducing import ALL, EACH, KINDS, Maker, check, drawn, parts_of, works
+from .reducing import SHAPES as PAIR
 from .training import meet, raised
 
 pytestmark = [FEW_RANKS, pytest.mark.any_size]
@@ -42,14 +36,65 @@ def all_pinned(monkeypatch):
     monkeypatch.setattr(device_exchange, "_PIN", 0)
 
 
-def contributions(dtype, size, call):
-    return [drawn(SHAPES, rank, call, dtype=dtype) for rank in range(size)]
+@pytest.fixture
+def waits(cp, monkeypatch):
+    """Waits for the simulated device, which runs nothing early.
+
+    On a real device they cannot be observed.
+    """
+    found = []
+    if not cp.__version__.endswith("simulated"):
+        return found
+    monkeypatch.setattr(cp._queues, "progress", 0.0)
+    queues = cp._queues
+    for where, name in (queues.Queue, "synchronize"), (queues, "synchronize_device"):
+        monkeypatch.setattr(where, name, counted(getattr(where, name), found))
+    return found
 
 
-def check(maker, found, parts, dtype, **options):
-    for name, array in found.items():
-        expected = maker.expected([part[name] for part in parts], dtype, **options)
-        maker.check(array.get() if hasattr(array, "get") else array, expected)
+def counted(function, calls):
+    def wait(*args, **options):
+        calls.append(function)
+        return function(*args, **options)
+
+    return wait
+
+
+# Where the arrays of a rank are, how many of them it starts, and where it wants the
+# results.
+WAYS = [
+    *itertools.product(["device", "host"], [0, 1, 4], ["device", "host", "results"]),
+    ("device", 0, "inputs"),
+]
+
+
+def reduced(cp, reducer, arrays, way):
+    """Reduce arrays in one way; return the results."""
+    place, started, wanted = way
+    mine = to_device(cp, arrays) if place == "device" else arrays
+    wide = next(iter(reducer.results().values())).dtype
+    out = mine if wanted == "inputs" else None
+    if wanted in ("device", "host"):
+        out = empty_like(cp if wanted == "device" else np, SHAPES, wide)
+    names = [*mine]
+    for name in names[:started]:
+        reducer.start(name, mine[name])
+    rest = {name: mine[name] for name in names[started:]}
+    return reducer.reduce(rest, out=out) if rest else reducer.wait(out=out)
+
+
+def check_ways(cp, maker, reducer, rank, size, dtype, **options):
+    """Reduce in all ways: all ranks alike, or each on its own stream in another way."""
+    ways = WAYS if dtype == "float32" else WAYS[:-1]
+    for call in range(len(ways)):
+        parts = parts_of(SHAPES, size, call, dtype=dtype)
+        way = ways[(call + 5 * rank * (call % 2)) % len(ways)]
+        stream = cp.cuda.Stream(non_blocking=True) if call % 2 else None
+        with stream or contextlib.nullcontext():
+            found = reduced(cp, reducer, parts[rank], way)
+            check(maker, found, parts, dtype, **options)
+            # Its memory may become that of the next stream.
+            cp.cuda.get_current_stream().synchronize()
 
 
 @pytest.mark.parametrize(
@@ -58,26 +103,8 @@ def check(maker, found, parts, dtype, **options):
     indirect=["maker"],
     ids=str,
 )
-def test_out_of_the_device_and_back(cp, maker, rank, size, dtype):
-    reducer, wide = maker(SHAPES, dtype), accumulation_dtype(np.dtype(dtype))
-    for call in range(3):
-        parts = contributions(dtype, size, call)
-        mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, wide)
-        found = reducer.reduce(mine, out=out)
-
-        assert found is out
-        check(maker, out, parts, dtype)
-        for name, array in mine.items():
-            assert array.get().tobytes() == parts[rank][name].tobytes()
-
-
-@ALL
-def test_results_may_replace_the_inputs(cp, maker, rank, size):
-    reducer, parts = maker(SHAPES), contributions(np.float32, size, 0)
-    mine = to_device(cp, parts[rank])
-    reducer.reduce(mine, out=mine)
-
-    check(maker, mine, parts, np.float32)
+def test_results_are_the_same_in_any_way(cp, maker, rank, size, dtype):
+    check_ways(cp, maker, maker(SHAPES, dtype), rank, size, dtype)
 
 
 @ALL
@@ -92,52 +119,10 @@ def test_inputs_and_results_of_any_float_dtype(cp, maker, size):
 
 
 @ALL
-def test_from_the_device_to_cpu_memory(cp, maker, rank, size):
-    reducer, parts = maker(SHAPES), contributions(np.float32, size, 0)
-    found = reducer.reduce(to_device(cp, parts[rank]))
-    check(maker, found, parts, np.float32)
-    out = {name: np.full(shape, -7, np.float32) for name, shape in SHAPES.items()}
-    reducer.reduce(to_device(cp, parts[rank]), out=out, step=1)
-    check(maker, out, parts, np.float32)
-
-
-@ALL
-def test_from_cpu_memory_to_the_device(cp, maker, rank, size):
-    reducer, parts = maker(SHAPES), contributions(np.float32, size, 0)
-    out = empty_like(cp, SHAPES, np.float32)
-    reducer.reduce(parts[rank], out=out)
-
-    check(maker, out, parts, np.float32)
-
-
-@ALL
-def test_some_ranks_may_have_none(cp, maker, rank, size):
-    reducer = maker(SHAPES)
-    for call in range(2):
-        parts, out = contributions(np.float32, size, call), None
-        mine = parts[rank]
-        if rank % 2 == call:
-            mine, out = to_device(cp, mine), empty_like(cp, SHAPES, np.float32)
-        check(maker, reducer.reduce(mine, out=out), parts, np.float32)
-
-
-@ALL
-def test_arrays_are_started_one_by_one(cp, maker, rank, size):
-    reducer = maker(SHAPES)
-    for call in range(2):
-        parts = contributions(np.float32, size, call)
-        mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, np.float32)
-        for name in reversed(mine):
-            reducer.start(name, mine[name])
-        reducer.wait(out=out)
-        check(maker, out, parts, np.float32)
-
-
-@ALL
 def test_on_streams_of_the_callers(cp, maker, rank, size):
     reducer = maker(SHAPES)
     for call in range(4):
-        parts = contributions(np.float32, size, call)
+        parts = parts_of(SHAPES, size, call, dtype=np.float32)
         with cp.cuda.Stream(non_blocking=True):
             mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, np.float32)
             for array in mine.values():
@@ -154,14 +139,147 @@ def test_streams_may_change_from_call_to_call(cp, maker, rank, size):
     for call in range(4):
         streams.append(cp.cuda.Stream(non_blocking=True))
         with streams[-1]:
-            mine = to_device(cp, contributions(np.float32, size, call)[rank])
+            mine = to_device(cp, parts_of(SHAPES, size, call, dtype=np.float32)[rank])
             outs.append(reducer.reduce(mine, out=empty_like(cp, SHAPES, np.float32)))
     cp.cuda.Device().synchronize()
     for call, out in enumerate(outs):
-        check(maker, out, contributions(np.float32, size, call), np.float32)
+        check(maker, out, parts_of(SHAPES, size, call, dtype=np.float32), np.float32)
+
+
+# Arrays that are started
+
+
+@pytest.mark.parametrize(
+    ("maker", "pinned_from"),
+    [*zip(KINDS, [0, 1 << 20, 0, 0, 0, 1 << 20], strict=True)],
+    indirect=["maker"],
+)
+def test_start_does_not_wait_for_the_device(
+    cp, waits, maker, rank, size, monkeypatch, pinned_from
+):
+    monkeypatch.setattr(device_exchange, "_PIN", pinned_from)
+    reducer, outs = maker(SHAPES), []
+    for call in range(6):
+        mine = parts_of(SHAPES, size, call, dtype=np.float32)[rank]
+        outs.append(empty_like(cp, SHAPES, np.float32))
+        with cp.cuda.Stream(non_blocking=True):
+            # Results of the call before may still be on their way to the device.
+            mine = mine if call % 3 == 1 else to_device(cp, mine)
+            for name in sorted(mine, reverse=call % 2):
+                so_far = len(waits)
+                reducer.start(name, mine[name])
+                assert len(waits) == so_far
+        reducer.wait(out=outs[-1])
+    for call, out in enumerate(outs):
+        check(maker, out, parts_of(SHAPES, size, call, dtype=np.float32), np.float32)
+
+
+@ALL
+@pytest.mark.parametrize("what", ["deleted", "written"])
+def test_what_was_started_may_be_deleted_or_written(cp, waits, maker, rank, size, what):
+    reducer = maker(SHAPES)
+    for call in range(2):
+        parts = parts_of(SHAPES, size, call, dtype=np.float32)
+        mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, np.float32)
+        cp.cuda.Device().synchronize()
+        others, computing = [], cp.cuda.get_current_stream()
+        for name in SHAPES:
+            if what == "deleted":
+                with cp.cuda.Stream(non_blocking=True):
+                    reducer.start(name, mine.pop(name))
+                others.append(cp.full(SHAPES[name], 99, np.float32))
+            else:
+                reducer.start(name, mine[name])
+                mine[name].fill(99)
+        computing.synchronize()
+        reducer.wait(out=out)
+        check(maker, out, parts, np.float32)
+
+
+@ALL
+def test_what_was_started_does_not_outlive_a_failure(cp, waits, maker, rank, size):
+    reducer = maker(PAIR)
+    bad = {name: cp.full((n,), np.nan, np.float32) for name, n in [("x", 900)]}
+    reducer.start("x", bad["x"])
+    error = raised(reducer.fail, ValueError("rank says no"))
+
+    assert "rank says no" in str(error)
+    works(reducer, size)
+
+
+@ALL
+def test_a_device_that_fails_in_start_is_an_error_on_this_rank(
+    cp, maker, rank, size, monkeypatch
+):
+    def fails(name):
+        raise DeviceUnavailableError("no compiler")
+
+    reducer = maker(PAIR)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "kernel", fails)
+        error = raised(reducer.start, "x", cp.ones((900,), np.float32))
+
+    assert type(error) is DeviceUnavailableError
+    works(reducer, size)
+
+
+# Memory
+
+
+@ALL
+@pytest.mark.parametrize("bound", [200, 1 << 20])
+def test_memory_is_pinned_where_it_pays(
+    cp, pinned, maker, rank, size, monkeypatch, bound
+):
+    monkeypatch.setattr(device_exchange, "_PIN", bound)
+    reducer = maker({"x": (5000,)})
+    mine = {"x": cp.full((5000,), float(rank), np.float32)}
+    for step in range(2):
+        reducer.reduce(mine, out=mine, step=step, reduction_type="SUM")
+        assert len(pinned) == (0 if bound > 20_000 else 2)
+    reducer.free()
+
+    assert not pinned
+
+
+@ALL
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_free_releases_the_memory_of_the_device(cp, pinned, maker, rank, dtype):
+    mine, pool = empty_like(cp, SHAPES, dtype), cp.get_default_memory_pool()
+    gc.collect()
+    before = pool.used_bytes()
+    reducer = maker(SHAPES, dtype)
+    for step in range(2):
+        with cp.cuda.Stream(non_blocking=True):
+            reducer.reduce(mine, out=mine, step=step)
+            reducer.start("vector", mine["vector"])
+            reducer.wait(out={"vector": mine["vector"]}, step=step)
+    reducer.start("vector", mine["vector"])
+    reducer.free()
+
+    assert pool.used_bytes() == before
+    assert not pinned
+
+
+@ALL
+def test_free_waits_for_results(cp, waits, maker, rank, size):
+    reducer, parts = maker(SHAPES), parts_of(SHAPES, size, 1, dtype=np.float32)
+    first = empty_like(cp, SHAPES, np.float32)
+    # Memory of the device is allocated on the first call's stream.
+    reducer.reduce(first, out=first)
+    with cp.cuda.Stream(non_blocking=True):
+        mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, np.float32)
+        reducer.reduce(mine, out=out, step=1)
+    reducer.free()
+    others = [cp.full(9000, 99, np.float32) for _ in range(3)]
+    cp.cuda.get_current_stream().synchronize()
+
+    check(maker, out, parts, np.float32)
+    del others
 
 
 # A CUDA-aware MPI
+
 
 FLAT = pytest.mark.parametrize("maker", ["flat"], indirect=True)
 
@@ -175,59 +293,25 @@ def test_an_mpi_that_takes_device_memory_gets_it(
 ):
     reducer = maker(SHAPES, dtype, cuda_aware=True, reduction_type=kind)
     comm, buckets = Aware.of(reducer), reducer.statistics().buckets
-    wide = accumulation_dtype(np.dtype(dtype))
     for call in range(3):
-        parts = contributions(dtype, size, call)
-        mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, wide)
-        reducer.reduce(mine, out=out)
-        check(maker, out, parts, dtype, mean=kind == "MEAN")
+        parts = parts_of(SHAPES, size, call, dtype=dtype)
+        found = reduced(cp, reducer, parts[rank], ("device", 0, "device"))
+        check(maker, found, parts, dtype, mean=kind == "MEAN")
         assert comm.given == (call + 1) * buckets
     assert not any(array.any() for array in reducer.arrays().values())
-    parts = contributions(dtype, size, 3)
-    found = reducer.reduce(to_device(cp, parts[rank]))
-    check(maker, found, parts, dtype, mean=kind == "MEAN")
+    check_ways(cp, maker, reducer, rank, size, dtype, mean=kind == "MEAN")
 
 
 @FLAT
 def test_an_mpi_that_takes_device_memory_is_not_given_it_unasked(
     cp, aware, maker, rank, size
 ):
-    reducer, parts = maker(SHAPES), contributions(np.float32, size, 0)
+    reducer, parts = maker(SHAPES), parts_of(SHAPES, size, 0, dtype=np.float32)
     comm, out = Aware.of(reducer), empty_like(cp, SHAPES, np.float32)
     reducer.reduce(to_device(cp, parts[rank]), out=out)
 
     check(maker, out, parts, np.float32)
     assert not comm.given
-
-
-@FLAT
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_ranks_without_a_device_take_part(cp, aware, maker, rank, size, dtype):
-    reducer = maker(SHAPES, dtype, cuda_aware=True)
-    Aware.of(reducer)
-    for call in range(4):
-        parts = contributions(dtype, size, call)
-        mine, out = parts[rank], None
-        if (rank + call) % 2:
-            mine, out = to_device(cp, mine), empty_like(cp, SHAPES, np.float32)
-        check(maker, reducer.reduce(mine, out=out), parts, dtype)
-
-
-@FLAT
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_started_arrays_may_also_be_given_to_that_mpi(
-    cp, aware, maker, rank, size, dtype
-):
-    reducer = maker(SHAPES, dtype, cuda_aware=True)
-    Aware.of(reducer)
-    for call in range(4):
-        parts = contributions(dtype, size, call)
-        mine = parts[rank] if (rank + call) % 2 else to_device(cp, parts[rank])
-        out = empty_like(cp, SHAPES, np.float32)
-        for name in mine if call else list(mine)[:2]:
-            reducer.start(name, mine[name])
-        rest = {} if call else {n: mine[n] for n in list(mine)[2:]}
-        check(maker, reducer.reduce(rest, out=out), parts, dtype)
 
 
 @FLAT
@@ -253,9 +337,9 @@ def test_no_rank_enters_a_blocking_call_before_all_have_arrived(
 @FLAT
 @pytest.mark.ranks(min=2)
 def test_no_rank_enters_a_blocking_call_with_another_step(cp, aware, maker, rank, size):
-    reducer = maker({"x": (900,), "y": (300,)}, cuda_aware=True)
+    reducer = maker(PAIR, cuda_aware=True)
     comm = Aware.of(reducer)
-    mine = empty_like(cp, {"x": (900,), "y": (300,)}, np.float32)
+    mine = empty_like(cp, PAIR, np.float32)
     with pytest.raises(DisagreementError):
         reducer.reduce(mine, out=mine, step=int(rank == 0))
 
@@ -297,7 +381,7 @@ def test_another_device_on_one_rank_is_an_error_on_all(
     monkeypatch.setenv("CUPY_SIMULATOR_DEVICES", "2")
     if cp.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("needs two GPUs")
-    shapes, before = {"x": (900,), "y": (300,)}, cp.cuda.Device().id
+    shapes, before = PAIR, cp.cuda.Device().id
     reducer = maker(shapes)
     reducer.reduce(empty_like(cp, shapes, np.float32))
     with cp.cuda.Device(before if rank else 1 - before):
@@ -316,8 +400,8 @@ def test_a_device_that_fails_on_one_rank_is_an_error_on_all(
     def fails(name):
         raise DeviceUnavailableError("no compiler")
 
-    reducer = maker({"x": (900,), "y": (300,)})
-    mine = empty_like(cp, {"x": (900,), "y": (300,)}, np.float32)
+    reducer = maker(PAIR)
+    mine = empty_like(cp, PAIR, np.float32)
     with monkeypatch.context() as patch:
         if rank == size - 1:
             patch.setattr(kernels, "kernel", fails)
@@ -331,30 +415,79 @@ def test_a_device_that_fails_on_one_rank_is_an_error_on_all(
     reducer.reduce(mine, out=mine)
 
 
+def bad_arrays(cp):
+    good = {"x": cp.ones((900,), np.float32), "y": cp.ones((300,), np.float32)}
+    return [
+        ({**good, "y": np.ones(300, np.float32)}, "some on the host"),
+        ({**good, "x": cp.ones(1800, np.float32)[::2]}, "contiguous"),
+        ({**good, "x": cp.ones(900, np.int32)}, "got int32"),
+        ({**good, "x": cp.ones(900, np.complex64)}, "got complex64"),
+        ({**good, "x": cp.ones(901, np.float32)}, r"\(900,\), got \(901,\)"),
+        ({**good, "z": good["x"]}, "no array is named 'z'"),
+    ]
+
+
 @EACH
-@pytest.mark.ranks(min=2)
-def test_a_disagreement_leaves_the_results_alone(cp, maker, rank, size):
-    reducer = maker({"x": (900,), "y": (300,)})
-    mine = empty_like(cp, {"x": (900,), "y": (300,)}, np.float32)
-    out = empty_like(cp, {"x": (900,), "y": (300,)}, np.float32)
-    with pytest.raises(DisagreementError):
-        reducer.reduce(mine, out=out, step=int(rank == 0))
+@pytest.mark.parametrize("where", ["inputs", "out"])
+def test_bad_arrays_are_an_error_everywhere(cp, maker, rank, size, where):
+    reducer = maker(PAIR)
+    good = empty_like(cp, PAIR, np.float32)
+    for bad, message in bad_arrays(cp):
+        mine, out = (bad, good) if where == "inputs" else (good, bad)
+        if rank != size - 1:
+            mine, out = good, None
+        with pytest.raises(InvalidArgumentError, match=message):
+            reducer.reduce(mine, out=out)
 
-    assert all((array.get() == -7).all() for array in out.values())
-    works(reducer, size)
+        assert all((array.get() == -7).all() for array in good.values())
+        works(reducer, size)
 
 
-@ALL
-@pytest.mark.parametrize("bound", [200, 1 << 20])
-def test_memory_is_pinned_where_it_pays(
-    cp, pinned, maker, rank, size, monkeypatch, bound
-):
-    monkeypatch.setattr(device_exchange, "_PIN", bound)
-    reducer = maker({"x": (5000,)})
-    mine = {"x": cp.full((5000,), float(rank), np.float32)}
-    for step in range(2):
-        reducer.reduce(mine, out=mine, step=step, reduction_type="SUM")
-        assert len(pinned) == (0 if bound > 20_000 else 2)
-    reducer.free()
+@EACH
+@pytest.mark.parametrize("where", ["inputs", "out"])
+def test_bad_arrays_are_found_where_good_ones_lay(cp, maker, rank, size, where):
+    shapes = {"x": (30, 30), "y": (30, 30)}
+    reducer, parts = maker(shapes), [drawn(shapes, r, 0) for r in range(size)]
+    mine, out = to_device(cp, parts[rank]), empty_like(cp, shapes, np.float32)
+    given = mine if where == "inputs" else out
+    one = given["x"]
 
-    assert not pinned
+    def check(found):
+        for name, array in found.items():
+            wanted = maker.expected([part[name] for part in parts], np.float32)
+            maker.check(array.get(), wanted)
+
+    for bad, message in [
+        (one.T, "contiguous"),
+        (one.reshape(900), r"\(900,\)"),
+        (one.view(np.int32), "got int32"),
+        (one.get(), "some on the host"),
+        (None, "None|must be a writable array"),
+    ]:
+        for _ in range(3):
+            check(reducer.reduce(mine, out=out))
+        wrong = {where: {**given, "x": bad}}
+        with pytest.raises(InvalidArgumentError, match=message):
+            reducer.reduce(wrong.get("inputs", mine), out=wrong.get("out", out))
+    with pytest.raises(InvalidArgumentError, match="share memory"):
+        reducer.reduce(mine, out={**out, "x": out["y"]})
+    with pytest.raises(InvalidArgumentError, match="not an array of this call"):
+        reducer.reduce({"x": mine["x"]}, out=out)
+    reducer.start("x", mine["x"])
+    with pytest.raises(InvalidArgumentError, match="already been started"):
+        reducer.reduce(mine, out=out)
+    check(reducer.reduce(mine, out=out))
+
+
+@EACH
+def test_the_same_array_under_other_names(cp, maker):
+    reducer = maker({"x": (900,), "y": (900,)})
+    array, out = cp.ones(900, np.float32), cp.zeros(900, np.float32)
+    for name in "xyxy":
+        for _ in range(2):
+            out.fill(0)
+            assert list(reducer.reduce({name: array})) == [name]
+            reducer.reduce({name: array}, out={name: out})
+            assert (out.get() == 1).all()
+    with pytest.raises(InvalidArgumentError, match="no array is named 'z'"):
+        reducer.reduce({"z": array})

@@ -3,8 +3,6 @@
 The message of 2 GiB, and the loss of a rank, are tried in tests/system.
 """
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

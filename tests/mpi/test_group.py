@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
-import time
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,13 +13,12 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
+from hpcaccum.deadline import Deadline
 from hpcaccum.errors import format_ranks
-from hpcaccum.mpi import group_of
+from hpcaccum.mpi import complete, group_of
 from hpcaccum.mpi.life.communicators import _duplicate
-from hpcaccum.mpi.talk.group import Group
 
-from .acting import VAIN, at, everywhere, interrupted, meet, same_bits
-from .support import WAIT
+from .acting import VAIN, WAIT, at, everywhere, interrupted, meet, same_bits, until
 
 pytestmark = pytest.mark.own_comm
 
@@ -45,14 +46,6 @@ def test_communicator_has_one_group(comm, rank, size):
     assert repr(group) == f"Group(rank {rank} of {size}, {group.node.size} on its node)"
 
 
-def test_group_has_a_communicator_of_its_own(comm):
-    group = group_of(comm)
-
-    assert MPI.Comm.Compare(group.comm, comm) == MPI.CONGRUENT
-    comm.Set_attr(key := MPI.Comm.Create_keyval(), "user's")
-    assert group.comm.Get_attr(key) is None
-
-
 def test_first_use_does_not_know_which_ranks_are_missing(monkeypatch):
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
     pending = SimpleNamespace(Test=lambda: False)
@@ -64,17 +57,6 @@ def test_first_use_does_not_know_which_ranks_are_missing(monkeypatch):
     )
     with pytest.raises(hpc.WaitTimeoutError, match=said):
         _duplicate(missing)
-
-
-def test_group_goes_with_its_communicator(comm):
-    part = comm.Dup()
-    group = group_of(part)
-    part.Free()
-
-    assert group.comm == MPI.COMM_NULL
-    again = comm.Dup()
-    assert group_of(again) is not group
-    again.Free()
 
 
 @pytest.mark.ranks(min=3)
@@ -94,44 +76,27 @@ def test_rank_0_learns_of_a_loss_from_a_rank_that_waits(comm, rank, size):
     group.lost.clear()
 
 
-def test_single_node_is_what_mpi_says(comm, size):
-    group = group_of(comm)
-    nodes = meet(group.node.size)
-
-    assert group.single_node == (nodes == [size] * size)
-
-
-def test_what_a_group_knows_needs_no_other_rank(comm, rank, size):
-    # A rank may ask for one of these and others not: they differ in what they do.
-    group = Group(comm.Dup())
-    found = meet(None)
-    if rank == 0:
-        found = group.own_cores, group.nodes, group.node_number, group.single_node
-    meet()
-    group.free()
-
-    if rank == 0:
-        assert found[0] >= 1
-        assert sorted(rank for ranks in found[1] for rank in ranks) == list(range(size))
-        assert found[2] == 0
-        assert found[3] == (len(found[1]) == 1)
-
-
 @pytest.mark.ranks(min=2)
-def test_rank_that_is_missing_in_an_exchange_is_named(comm, rank, size, monkeypatch):
-    group = group_of(comm)
+@pytest.mark.parametrize("which", ["first", "last"])
+@pytest.mark.parametrize("length", [1, 10**6])
+def test_rank_that_is_missing_in_an_exchange_is_named(
+    comm, rank, size, monkeypatch, which, length
+):
+    group, value = group_of(comm), "x" * length
+    missing, text = size - 1, f"rank {size - 1} of {size} to make the same call"
+    if which == "first":
+        missing, text = 0, "rank 0 to answer"
     meet()  # the limit is not for what comes before
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
-    if rank < size - 1:
-        text = f"dinner: .* for rank {size - 1} of {size} to make the same call"
-        with pytest.raises(hpc.WaitTimeoutError, match=text):
-            group.allgather(rank, "dinner")
+    if rank != missing:
+        with pytest.raises(hpc.WaitTimeoutError, match=f"dinner: .* {text}"):
+            group.allgather(value, "dinner")
     meet()
     # A rank that is too late gets the error at once; then all are in step again.
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
-    if rank == size - 1:
-        with pytest.raises(hpc.WaitTimeoutError, match=r"gave up.*dinner: "):
-            group.allgather(rank, "dinner")
+    if rank == missing:
+        with pytest.raises(hpc.WaitTimeoutError, match="gave up"):
+            group.allgather(value, "dinner")
     assert group.allgather(rank, "breakfast") == list(range(size))
 
 
@@ -150,22 +115,6 @@ def test_an_interrupted_exchange_ends_on_all_ranks(comm, rank, size, which):
 
 
 @pytest.mark.ranks(min=2)
-def test_rank_0_that_is_missing_is_named(comm, rank, size, monkeypatch):
-    group = group_of(comm)
-    meet()  # the limit is not for what comes before
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
-    if rank > 0:
-        with pytest.raises(hpc.WaitTimeoutError, match=r"dinner: .* rank 0 to answer"):
-            group.allgather(rank, "dinner")
-    meet()
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
-    if rank == 0:
-        with pytest.raises(hpc.WaitTimeoutError, match=r"rank \d gave up"):
-            group.allgather(rank, "dinner")
-    assert group.allgather(rank, "breakfast") == list(range(size))
-
-
-@pytest.mark.ranks(min=2)
 def test_ranks_that_make_different_calls_get_an_error_that_names_both(comm, rank, size):
     group = group_of(comm)
     odd = size - 1
@@ -176,27 +125,6 @@ def test_ranks_that_make_different_calls_get_an_error_that_names_both(comm, rank
         assert " in 'lunch'" in str(caught.value)
         assert f"rank {odd} in 'supper'" in str(caught.value)
         assert group.allgather(rank, "again") == list(range(size))
-
-
-@pytest.mark.ranks(min=3)
-def test_slow_rank_gets_each_result_in_order(comm, rank, size, monkeypatch):
-    group = group_of(comm)
-    answered = group.control._answered
-
-    def slowly(call):
-        # Long enough to also receive the failure of the next exchange.
-        limit = time.monotonic() + 0.2
-        while time.monotonic() < limit:
-            group.control._receive_all()
-        return answered(call)
-
-    with monkeypatch.context() as patch:
-        if rank == 1:
-            patch.setattr(group.control, "_answered", slowly)
-        assert group.allgather(rank, "breakfast") == list(range(size))
-    with pytest.raises(hpc.DisagreementError, match="rank 2 in 'supper'"):
-        group.allgather(rank, "supper" if rank == 2 else "lunch")
-    assert group.allgather(rank, "again") == list(range(size))
 
 
 @pytest.mark.ranks(min=2)
@@ -219,17 +147,6 @@ def test_retry_after_a_timeout_is_not_mistaken_for_the_first_call(
     with pytest.raises(hpc.DisagreementError, match="rank 0 has 3, rank 1 has 4"):
         build(3 if rank == 0 else 4)
     assert group.allgather(rank, "the end") == list(range(size))
-
-
-@pytest.mark.ranks(min=2)
-def test_wait_with_large_values_has_a_limit(comm, rank, monkeypatch):
-    group = group_of(comm)
-    meet()  # the limit is not for what comes before
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
-    if rank > 0:
-        with pytest.raises(hpc.WaitTimeoutError, match="rank 0 to answer"):
-            group.allgather("x" * 10**6, "names")
-    meet()
 
 
 def test_agreement_returns_what_was_checked(comm, rank):
@@ -278,28 +195,6 @@ def test_value_of_an_unknown_class_fails_in_one_exchange(
 
 
 @pytest.mark.ranks(min=2)
-def test_what_differs_may_be_in_the_name_of_an_agreement_but_not_in_its_call(
-    comm, rank, size
-):
-    group = group_of(comm)
-    with pytest.raises(hpc.DisagreementError, match=rf"^w{rank}: a must be the same"):
-        group.agree(f"w{rank}", lambda: {"a": rank}, call="opening")
-    with pytest.raises(hpc.DisagreementError, match="ranks make different calls"):
-        group.agree(f"w{rank}", lambda: {"a": 1})
-    assert group.allgather(rank, "again") == list(range(size))
-
-
-@pytest.mark.ranks(min=2)
-def test_facts_that_cannot_be_selected_are_an_error_on_every_rank(comm, rank):
-    def select(own):
-        return {"first": own[rank]}
-
-    with pytest.raises(IndexError if rank else RuntimeError, match="range") as caught:
-        group_of(comm).agree("opening", lambda: [1], facts=select)
-    assert rank or str(caught.value).startswith("opening: rank 1: ")
-
-
-@pytest.mark.ranks(min=2)
 def test_disagreement_names_both_sides_on_every_rank(comm, rank, size):
     with pytest.raises(hpc.DisagreementError) as caught:
         group_of(comm).agree("opening", lambda: {"same": 1, "mine": int(rank > 0)})
@@ -309,14 +204,6 @@ def test_disagreement_names_both_sides_on_every_rank(comm, rank, size):
         f"opening: mine must be the same on all {size} ranks: rank 0 has 0, "
         f"rank 1 has 1 ({others} unlike rank 0)"
     )
-
-
-@pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("odd", [0, 1])
-def test_fact_that_one_rank_lacks_is_a_disagreement(comm, rank, odd):
-    facts = {"common": 1} if rank == odd else {"common": 1, "extra": 2}
-    with pytest.raises(hpc.DisagreementError, match="extra"):
-        group_of(comm).agree("opening", lambda: facts)
 
 
 @pytest.mark.ranks(min=2)
@@ -367,15 +254,6 @@ def test_split_follows_the_lists(comm, rank, size):
     assert (part.size, part.rank) == (len(mine), mine.index(rank))
     assert part.allgather(rank, "names") == mine
     part.free()
-
-
-def test_groups_of_parts_are_independent(comm, rank, size):
-    part = comm.Split(rank % 2, rank)
-    group = group_of(part)
-    for _ in range(1 + rank % 2):
-        assert group.allgather(rank, "apart") == list(range(rank % 2, size, 2))
-    assert group_of(comm).allgather(rank, "together") == list(range(size))
-    part.Free()
 
 
 def test_messages_of_the_user_are_not_taken(comm, rank, size):
@@ -431,3 +309,57 @@ def test_nodes_are_ordered_by_their_first_rank(comm):
         len(ranks),
         ranks.index(comm.rank),
     )
+
+
+TAG = 11
+
+
+@pytest.mark.ranks(min=2)
+def test_a_wait_that_fails_keeps_the_memory(comm, rank):
+    place: np.ndarray | None = np.zeros(3)
+    kept = weakref.ref(place)
+    if rank == 0:
+        begun = map(comm.Irecv, (place,), (1,), (TAG,))
+        with pytest.raises(hpc.WaitTimeoutError, match=r"rank 1$"):
+            complete(begun, Deadline(VAIN, "receive"), lambda: "rank 1")
+        del begun
+    place = None
+    gc.collect()
+    meet()
+    if rank == 1:
+        complete([comm.Isend(np.ones(3), 0, TAG)], Deadline(WAIT, "send"), str)
+    if rank == 0:
+        # MPI goes on while it looks for messages.
+        until(lambda: not comm.Iprobe() and kept().all())
+        complete([], Deadline(WAIT, "nothing"), str)
+        assert kept() is None
+    meet()
+
+
+def test_cores_are_shared_with_ranks_that_may_run_on_them(comm, monkeypatch):
+    ranks, found = hpc.group_of(comm).node.size, []
+    for cores in (ranks, 2 * ranks, 5 * ranks - 1, 1):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: set(range(n)))
+        group = hpc.Group(comm.Dup())
+        found.append(group.own_cores)
+        group.free()
+
+    assert found == [1, 2, 4, 1]
+
+
+def test_cores_of_ranks_that_are_bound_are_their_own(comm, rank, monkeypatch):
+    mine = set(range(3 * rank, 3 * rank + 3))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: mine)
+    group = hpc.Group(comm.Dup())
+    group.free()
+
+    assert group.own_cores == 3
+
+
+def test_the_least_share_of_cores_is_known_to_all(comm, rank, monkeypatch):
+    own = set(range(100 * rank, 100 * rank + 2 + rank))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: own)
+    group = hpc.Group(comm.Dup())
+    group.free()
+
+    assert (group.own_cores, group.least_cores) == (2 + rank, 2)

@@ -17,8 +17,7 @@ from hpcaccum.mpi import Objects, group_of
 from hpcaccum.mpi.job import process
 from hpcaccum.mpi.life import heartbeat
 
-from .acting import until
-from .support import meet
+from .acting import meet, until
 
 pytestmark = [pytest.mark.ranks(min=2), pytest.mark.own_comm]
 
@@ -61,27 +60,21 @@ def age(heart: heartbeat.Heartbeat, rank: int, seconds: float) -> None:
         heart._check(time.monotonic())
 
 
-def test_rank_0_names_missing_ranks_and_their_place(heart, ended, rank, size):
-    if rank == 0:
-        age(heart, size - 1, 31)
-        [text] = ended
-
-        assert re.fullmatch(
-            rf"rank {size - 1} \(process \d+ on \S+, last seen 31.* s ago: "
-            r"(computing or in MPI|waiting in .+)\) is lost: no heartbeat for 30 s "
-            r"\(HPCACCUM_HEARTBEAT sets the limit\)",
-            text,
-        )
-    else:
+@pytest.mark.parametrize("by", ["the first", "the others"])
+def test_missing_ranks_and_their_place_are_named(heart, ended, rank, size, by):
+    # Rank 0 hears of all others, which hear of rank 0.
+    if (rank == 0) != (by == "the first"):
         assert not ended
-
-
-def test_other_ranks_notice_that_rank_0_is_missing(heart, ended, rank):
-    if rank > 0:
-        age(heart, 0, 31)
-        [text] = ended
-        assert text.startswith("rank 0 (process ")
-        assert " is lost: no heartbeat for 30 s (" in text
+        return
+    missing = size - 1 if rank == 0 else 0
+    age(heart, missing, 31)
+    [text] = ended
+    assert re.fullmatch(
+        rf"rank {missing} \(process \d+ on \S+, last seen 31.* s ago: "
+        r"(computing or in MPI|waiting in .+)\) is lost: no heartbeat for 30 s "
+        r"\(HPCACCUM_HEARTBEAT sets the limit\)",
+        text,
+    )
 
 
 @pytest.mark.parametrize("place", [0, -1])
@@ -140,36 +133,6 @@ def test_place_is_the_step_and_the_wait(comm, size):
         Deadline(None, "some call").wait(ready, lambda: "nothing")
         assert places[1].endswith(", waiting in some call")
         assert Objects.of(group_of(comm))._place().endswith(", computing or in MPI")
-
-
-def test_place_can_be_asked_for_from_the_start(comm, size, monkeypatch):
-    add, places = Objects.add, []
-
-    def ask(objects, made):
-        add(objects, made)
-        places.append(objects._place())
-
-    monkeypatch.setattr(Objects, "add", ask)
-    w = hpc.Variable(np.zeros(2), "w")
-    with hpc.Reducer(hpc.Layout({"x": (2,)}, "f4"), comm):
-        pass
-    with hpc.SyncReplicasOptimizer(hpc.SGD(1.0), size, comm=comm) as opt:
-        opt.minimize(lambda: (0.0, [np.ones(2)]), var_list=[w])
-    # The reducer, the optimizer's accumulator, and its server.
-    assert len(places) == 3
-    assert places[0] == "call 0 of reducer, computing or in MPI"
-    assert places[2] == "step 0 of sync_replicas, computing or in MPI"
-
-
-def test_without_a_limit_messages_go_on(comm, ended, rank, monkeypatch):
-    monkeypatch.setenv("HPCACCUM_HEARTBEAT", "inf")
-    monkeypatch.setattr(heartbeat, "_MESSAGE", 0.05, raising=False)
-    with hpc.ConditionalAccumulator("f4", (2,), comm=comm):
-        heart = Objects.of(group_of(comm))._heartbeat
-        # A rank that sent only one would be reported as late.
-        until(lambda: heart._mailbox._received[int(rank == 0)] > 2 or None)
-        meet()
-    assert not ended
 
 
 def test_it_runs_as_long_as_there_are_objects(comm):

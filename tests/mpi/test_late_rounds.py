@@ -1,14 +1,11 @@
 """SyncReplicasOptimizer with lateness: late gradients join the next update."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 import hpcaccum as hpc
 
 from .. import naive
-from .on_nodes import group_on_nodes  # noqa: F401
 from .training import gives, meet, raised, turns, variable
 
 SIZE = 3

@@ -1,16 +1,11 @@
 """Ranks of a CrossShardOptimizer that run out of data before others."""
 
-from __future__ import annotations
-
-import re
-
 import ml_dtypes
 import numpy as np
 import pytest
 
 import hpcaccum as hpc
 from hpcaccum import Reduction, testing
-from hpcaccum.optimizers.shard_reducer import ShardReducer
 
 from ..common import every_pair
 from .acting import meet
@@ -106,41 +101,6 @@ def test_gradients_in_the_exchange_s_memory_survive(comm, rank, size, dtype):
     )
 
 
-@pytest.mark.ranks(min=2)
-def test_a_mean_that_has_begun_is_made_without_a_rank_that_leaves(comm, rank, size):
-    layout = hpc.Layout({"begun": (3,), "late": (2,)}, np.float32)
-    shard = ShardReducer(hpc.group_of(comm), layout, "shard")
-    grads = shard.reducer.arrays()
-    for grad in grads.values():
-        grad[:] = rank
-    if rank == size - 1:
-        shard.leave()
-    else:
-        shard.start("begun", None)
-        means = shard.reduce(grads, None, None)
-        assert set(means) == set(grads)
-        assert all(np.all(mean == (size - 2) / 2) for mean in means.values())
-        shard.count()
-        shard.updated()
-    shard.finish()
-    assert shard.tally().accepted == (*[1] * (size - 1), 0)
-
-
-def test_variables_of_a_rank_that_left_are_those_of_the_last_update(comm, rank, size):
-    w = variable(np.zeros(2))
-    opt = hpc.CrossShardOptimizer(hpc.Momentum(0.5, 0.9), comm=comm)
-    uneven(opt, w, rank, 1 + rank)
-    meet()
-    before = opt.center(w)
-    assert before is not w.value
-    np.testing.assert_array_equal(before, w.value)
-    opt.free()
-
-    everywhere = meet((before.tobytes(), w.value.tobytes()))
-    assert all(final == everywhere[-1][0] for _, final in everywhere)
-    np.testing.assert_array_equal(opt.center([w])[0], w.value)
-
-
 def test_groups_leave_independently(comm, rank, size):
     groups = [[r for r in range(size) if r % 2 == odd] for odd in range(2)]
     if size % 2:
@@ -192,50 +152,6 @@ def test_an_error_of_another_rank_comes_before_leaving(comm, rank, size):
         opt.leave()
 
     assert opt.statistics().accepted == (1,) * size
-
-
-@pytest.mark.ranks(min=2)
-def test_leaving_alone_names_the_rank_that_is_missing(comm, rank, monkeypatch):
-    w = variable(np.zeros(2))
-    opt = hpc.CrossShardOptimizer(hpc.SGD(1.0), comm=comm)
-    opt.initialize([w])
-    error = None
-    if rank == 0:
-        monkeypatch.setenv("HPCACCUM_TIMEOUT", "0.3")
-        error = raised(opt.leave)
-    meet()
-    opt.free()
-
-    assert isinstance(error, hpc.WaitTimeoutError) == (rank == 0)
-    assert rank or re.search(r"for ranks? 1", str(error))
-
-
-def test_a_restored_optimizer_goes_on_counting(comm, rank, size):
-    w = variable(np.zeros(2))
-    with hpc.CrossShardOptimizer(hpc.Momentum(0.5, 0.9), comm=comm) as opt:
-        uneven(opt, w, rank, 2)
-        state = opt.snapshot()
-    assert state["global_step"] == 2
-    v = variable(np.ones(2))
-    with hpc.CrossShardOptimizer(hpc.Momentum(0.5, 0.9), comm=comm) as opt:
-        opt.restore(state if rank == 0 else None, [v])
-        np.testing.assert_array_equal(v.value, w.value)
-        uneven(opt, v, rank, 1)
-        assert opt.global_step == 3
-        assert opt.statistics().accepted == (3,) * size
-
-
-def test_before_initialize_each_call_says_so(comm):
-    with hpc.CrossShardOptimizer(hpc.SGD(1.0), name="mine", comm=comm) as opt:
-        calls = [
-            lambda: opt.global_step,
-            opt.statistics,
-            opt.leave,
-            lambda: opt.center(variable()),
-        ]
-        for call in calls:
-            with pytest.raises(hpc.InvalidArgumentError, match="no variables yet"):
-                call()
 
 
 # Ranks that forget to leave

@@ -1,7 +1,5 @@
 """LocalStepsOptimizer: local steps, pushes of differences, an outer rule."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

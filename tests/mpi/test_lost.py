@@ -4,8 +4,6 @@ Takes and updates leave out what it was admitted with and has not written, and n
 else. Gradients are small integers, so sums are exact.
 """
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np
@@ -14,8 +12,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import testing
 
-from .acting import Background, Take, at, meet, same_bits, until
-from .support import WAIT
+from .acting import WAIT, Background, Take, at, meet, same_bits, until
 
 pytestmark = pytest.mark.ranks(min=2)
 
@@ -34,19 +31,15 @@ def apart():
 
 
 @pytest.fixture
-def make(comm):
+def make(comm, keep):
     """Accumulators for one test: a lost rank does not come back."""
-    made = []
 
     def make(**options):
         options = KINDS["slots"] | {"comm": comm} | options
-        made.append(hpc.ConditionalAccumulator("float64", **options))
-        return made[-1]
+        return keep(hpc.ConditionalAccumulator("float64", **options))
 
     yield make
     meet()
-    for acc in made:
-        acc.free()
 
 
 @pytest.mark.parametrize("admitted", [False, True])

@@ -1,7 +1,5 @@
 """Arrays that outlive the object they came from: valid, and used by nothing else."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 import hpcaccum as hpc
 
 from .support import WAIT
-from .training import ONE_SIDED, gives, meet, variable
+from .training import WRAPPERS, gives, meet, variable
 
 pytestmark = pytest.mark.any_size
 
@@ -52,7 +50,7 @@ def reducer(**options):
 def optimizer(kind):
     def hold(comm):
         var = variable(np.zeros(LARGE))
-        with ONE_SIDED[kind](hpc.Momentum(1, 0.5), [var], comm) as optimizer:
+        with WRAPPERS[kind](hpc.Momentum(1, 0.5), [var], comm) as optimizer:
             optimizer.initialize([var])
             first = optimizer.gradient_arrays()["w"]
             first[:] = 1
@@ -63,16 +61,6 @@ def optimizer(kind):
     return hold
 
 
-def cross_shard(comm):
-    var = variable(np.zeros(LARGE))
-    with hpc.CrossShardOptimizer(hpc.SGD(1), comm=comm) as optimizer:
-        optimizer.initialize([var])
-        held = list(optimizer.gradient_arrays().values())
-        held[0][:] = 1
-        optimizer.minimize(gives(held[0]))
-    return optimizer, held
-
-
 HOLDERS = {
     "slots": accumulator("slots"),
     "sum": accumulator("sum"),
@@ -80,8 +68,7 @@ HOLDERS = {
     "auto": reducer(),
     "hierarchical": reducer(schedule="hierarchical"),
     "flat": reducer(schedule="flat"),
-    "CrossShard": cross_shard,
-    **{kind: optimizer(kind) for kind in ONE_SIDED},
+    **{kind: optimizer(kind) for kind in WRAPPERS},
 }
 
 

@@ -1,7 +1,5 @@
 """Errors of one rank: the message on the other ranks begins with each name once."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -87,23 +85,3 @@ def test_a_rank_that_has_left(comm, rank, size):
         else:
             opt.minimize(gives(1.0))
         check(raised(opt.restore, snapshot), "mine: restore")
-
-
-@pytest.mark.parametrize(
-    ("arrays", "out"),
-    [
-        ({"z": np.ones(2)}, None),
-        ({"x": np.ones(3)}, None),
-        ({"x": np.ones(2, complex)}, None),
-        ({"x": np.ones(2)}, {"x": np.ones(2, int)}),
-        ({"x": np.ones(2)}, {"x": np.ones(3)}),
-    ],
-    ids=["unknown", "shape", "complex", "integers", "shape of out"],
-)
-def test_an_argument_of_a_reducer(comm, rank, size, arrays, out):
-    with hpc.Reducer(hpc.Layout({"x": (2,)}, np.float64), comm, "sums") as reducer:
-        bad = rank == size - 1
-        given = (arrays, out) if bad else ({"x": np.ones(2)}, None)
-        error = raised(reducer.reduce, given[0], out=given[1])
-
-    check(error, "sums")

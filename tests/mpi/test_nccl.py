@@ -1,13 +1,12 @@
 """Reducer with schedule="nccl": sums on the devices, calls compared by MPI."""
 
-from __future__ import annotations
-
 import threading
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+import hpcaccum as hpc
 from hpcaccum import (
     DeviceUnavailableError,
     DisagreementError,
@@ -25,7 +24,7 @@ from hpcaccum.reducer import nccl as schedule
 
 from .expiring import times_out_without
 from .on_device import empty_like, to_device
-from .reducing import KINDS, SMALL, Maker, drawn
+from .reducing import KINDS, SMALL, Maker, check, parts_of
 from .training import meet, raised
 
 pytestmark = [pytest.mark.usefixtures("own_card"), pytest.mark.any_size]
@@ -58,16 +57,6 @@ def sums(cp, monkeypatch):
     return calls
 
 
-def contributions(dtype, size, call):
-    return [drawn(SHAPES, rank, call, dtype=dtype) for rank in range(size)]
-
-
-def check(maker, found, parts, dtype, **options):
-    for name, array in found.items():
-        expected = maker.expected([part[name] for part in parts], dtype, **options)
-        maker.check(array.get() if hasattr(array, "get") else array, expected)
-
-
 def works(cp, reducer, size):
     mine = to_device(cp, {n: np.ones(s, np.float32) for n, s in X.items()})
     out = empty_like(cp, X, np.float32)
@@ -84,7 +73,7 @@ def works(cp, reducer, size):
 def test_results_equal_numpy(cp, maker, rank, size, dtype, kind):
     reducer, wide = maker(SHAPES, dtype), accumulation_dtype(np.dtype(dtype))
     for call in range(3):
-        parts = contributions(dtype, size, call)
+        parts = parts_of(SHAPES, size, call, dtype=dtype)
         mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, wide)
         found = reducer.reduce(mine, out=out, reduction_type=kind)
 
@@ -95,17 +84,8 @@ def test_results_equal_numpy(cp, maker, rank, size, dtype, kind):
     assert reducer.statistics().schedule == "nccl"
 
 
-def test_half_precision_is_summed_in_float32(cp, maker, size):
-    reducer = maker({"x": (5,)}, "float16")
-    mine = {"x": cp.full(5, 60000, np.float16)}
-    out = {"x": cp.empty(5, np.float32)}
-    reducer.reduce(mine, out=out, reduction_type="SUM")
-
-    assert (out["x"].get() == np.float32(60000) * size).all()
-
-
 def test_results_may_replace_the_inputs_or_be_in_cpu_memory(cp, maker, rank, size):
-    reducer, parts = maker(SHAPES), contributions(np.float32, size, 0)
+    reducer, parts = maker(SHAPES), parts_of(SHAPES, size, 0, dtype=np.float32)
     found = reducer.reduce(to_device(cp, parts[rank]))
     check(maker, found, parts, np.float32)
     out = {name: np.full(shape, -7, np.float32) for name, shape in SHAPES.items()}
@@ -132,7 +112,7 @@ def test_some_ranks_may_start_what_others_pass(cp, maker, rank, size):
 def test_arrays_are_started_one_by_one_on_any_stream(cp, maker, rank, size):
     reducer = maker(SHAPES)
     for call in range(3):
-        parts = contributions(np.float32, size, call)
+        parts = parts_of(SHAPES, size, call, dtype=np.float32)
         out = empty_like(cp, SHAPES, np.float32)
         cp.cuda.Device().synchronize()
         last = ["vector"] if call == 1 else []
@@ -150,7 +130,7 @@ def test_streams_may_change_and_results_are_not_waited_for(cp, maker, rank, size
     reducer, outs = maker(SHAPES), []
     for call in range(4):
         with cp.cuda.Stream(non_blocking=True):
-            mine = to_device(cp, contributions(np.float32, size, call)[rank])
+            mine = to_device(cp, parts_of(SHAPES, size, call, dtype=np.float32)[rank])
             out = empty_like(cp, SHAPES, np.float32)
             reducer.reduce(mine, out=out)
             for array in mine.values():
@@ -158,7 +138,7 @@ def test_streams_may_change_and_results_are_not_waited_for(cp, maker, rank, size
             outs.append(out)
     cp.cuda.Device().synchronize()
     for call, out in enumerate(outs):
-        check(maker, out, contributions(np.float32, size, call), np.float32)
+        check(maker, out, parts_of(SHAPES, size, call, dtype=np.float32), np.float32)
 
 
 def test_one_communicator_and_one_sum_for_each_call(cp, comm, sums, rank, size):
@@ -261,21 +241,6 @@ def test_another_rank_may_fail_or_interrupt(cp, maker, rank, size):
     works(cp, reducer, size)
 
 
-def test_another_device_than_at_construction_is_an_error(cp, maker, rank, size):
-    if cp.cuda.runtime.getDeviceCount() == 1:
-        pytest.skip("there is no other device")
-    reducer = maker(X)
-    if rank == size - 1:
-        other = (rank + 1) % cp.cuda.runtime.getDeviceCount()
-        cp.cuda.Device(other).use()
-    error = raised(reducer.reduce, empty_like(cp, X, np.float32))
-    cp.cuda.Device(rank).use()
-
-    assert type(error) is InvalidArgumentError
-    assert f"is on device {size - 1}, the current one is" in str(error)
-    works(cp, reducer, size)
-
-
 # What cannot be made
 
 
@@ -283,15 +248,28 @@ def fails_to_make(comm, **options):
     return raised(Reducer, Layout(X, "float32"), comm, schedule="nccl", **options)
 
 
-def test_nccl_that_is_missing_on_one_rank_is_an_error_on_all(
-    cp, comm, rank, size, monkeypatch
+@pytest.mark.parametrize("connects", [False, True])
+def test_nccl_that_fails_on_one_rank_is_an_error_on_all(
+    cp, comm, rank, size, monkeypatch, connects
 ):
-    if rank == size - 1:
+    class Fails(cp.cuda.nccl.NcclCommunicator):
+        def __init__(self, *args):
+            raise cp.cuda.nccl.NcclError(2)
+
+    if rank == size - 1 and connects:
+        monkeypatch.setattr(cp.cuda.nccl, "NcclCommunicator", Fails)
+    elif rank == size - 1:
         monkeypatch.setattr(cp.cuda.nccl, "available", False)
+    monkeypatch.setattr(cp.cuda.nccl, "_PATIENCE", 1.0, raising=False)
     error = fails_to_make(comm)
 
-    assert type(error) is DeviceUnavailableError
-    assert "CuPy finds no NCCL: pip install nvidia-nccl-cu13" in str(error)
+    expected, text = (
+        (RuntimeError, "NCCL cannot connect: NCCL_ERROR_SYSTEM_ERROR")
+        if connects
+        else (DeviceUnavailableError, "CuPy finds no NCCL: pip install nvidia-nccl-")
+    )
+    assert type(error) is expected
+    assert text in str(error)
     assert rank == size - 1 or f"rank {size - 1}" in str(error)
 
 
@@ -303,23 +281,6 @@ def test_ranks_that_share_a_card_are_named(comm, rank, size):
     assert type(error) is InvalidArgumentError
     expected = f"needs a GPU for each rank, ranks {size - 2}-{size - 1} use 0000:"
     assert expected in str(error)
-
-
-def test_nccl_that_cannot_connect_one_rank_is_an_error_on_all(
-    cp, comm, rank, size, monkeypatch
-):
-    class Fails(cp.cuda.nccl.NcclCommunicator):
-        def __init__(self, *args):
-            raise cp.cuda.nccl.NcclError(2)
-
-    if rank == size - 1:
-        monkeypatch.setattr(cp.cuda.nccl, "NcclCommunicator", Fails)
-    monkeypatch.setattr(cp.cuda.nccl, "_PATIENCE", 1.0, raising=False)
-    error = fails_to_make(comm)
-
-    assert type(error) is RuntimeError
-    assert "NCCL cannot connect: NCCL_ERROR_SYSTEM_ERROR" in str(error)
-    assert rank == size - 1 or f"rank {size - 1}" in str(error)
 
 
 def test_a_first_sum_that_is_wrong_is_an_error_on_all(
@@ -369,6 +330,32 @@ def test_a_rank_that_does_not_connect_in_time_is_named(
 # NCCL fails in a call
 
 
+# To queue a sum fails at once, or the sum fails later, which the next call notices.
+@pytest.mark.parametrize(
+    ("method", "number", "text"),
+    [("__call__", 1, "UNHANDLED_CUDA_ERROR"), ("check", 2, "SYSTEM_ERROR")],
+)
+def test_a_sum_that_fails_on_one_rank_is_an_error_on_all(
+    cp, comm, rank, size, monkeypatch, method, number, text
+):
+    def fails(self, *args):
+        raise cp.cuda.nccl.NcclError(number)
+
+    reducer = Reducer(Layout(X, "float32"), comm, schedule="nccl")
+    works(cp, reducer, size)
+    mine = empty_like(cp, X, np.float32)
+    with monkeypatch.context() as patch:
+        if rank == size - 1:
+            patch.setattr(NcclSum, method, fails)
+        error = raised(reducer.reduce, mine, out=mine)
+
+    assert type(error) is RuntimeError
+    assert f"NCCL has failed: NCCL_ERROR_{text}" in str(error)
+    assert rank == size - 1 or f"rank {size - 1}" in str(error)
+    check_unusable(cp, reducer)
+    reducer.free()
+
+
 def check_unusable(cp, reducer):
     mine = empty_like(cp, X, np.float32)
     again = raised(reducer.reduce, mine, out=mine)
@@ -379,41 +366,64 @@ def check_unusable(cp, reducer):
     assert (mine["x"].get() == -7).all()
 
 
-def test_a_sum_that_cannot_be_queued_on_one_rank_is_an_error_on_all(
-    cp, comm, rank, size, monkeypatch
-):
-    def fails(self, *args):
-        raise cp.cuda.nccl.NcclError(1)
-
-    reducer = Reducer(Layout(X, "float32"), comm, schedule="nccl")
-    works(cp, reducer, size)
-    mine = empty_like(cp, X, np.float32)
-    with monkeypatch.context() as patch:
-        if rank == size - 1:
-            patch.setattr(NcclSum, "__call__", fails)
-        error = raised(reducer.reduce, mine, out=mine)
-
-    assert type(error) is RuntimeError
-    assert "NCCL has failed: NCCL_ERROR_UNHANDLED_CUDA_ERROR" in str(error)
-    assert rank == size - 1 or f"rank {size - 1}" in str(error)
-    check_unusable(cp, reducer)
-    reducer.free()
+# The optimizer
 
 
-def test_a_sum_that_failed_later_is_an_error_on_all_in_the_next_call(
-    cp, comm, rank, size, monkeypatch
-):
-    def fails(self):
-        raise cp.cuda.nccl.NcclError(2)
+TABLES = {"w": (300, 7), "b": (), "none": (0,)}
 
-    reducer = Reducer(Layout(X, "float32"), comm, schedule="nccl")
-    works(cp, reducer, size)
-    with monkeypatch.context() as patch:
-        if rank == size - 1:
-            patch.setattr(NcclSum, "check", fails)
-        error = raised(reducer.reduce, empty_like(cp, X, np.float32))
 
-    assert type(error) is RuntimeError
-    assert "NCCL has failed: NCCL_ERROR_SYSTEM_ERROR" in str(error)
-    check_unusable(cp, reducer)
-    reducer.free()
+def gradients(rank, step):
+    # Their sums are exact in any order.
+    rng = np.random.default_rng([rank, step])
+    return {
+        name: rng.integers(-64, 65, shape).astype(np.float32)
+        for name, shape in TABLES.items()
+    }
+
+
+def trained(cp, comm, **options):
+    """Return an optimizer and its variables, on the device unless ``cp`` is NumPy."""
+    variables = [
+        hpc.Variable(cp.zeros(shape, np.float32), name)
+        for name, shape in TABLES.items()
+    ]
+    opt = hpc.CrossShardOptimizer(hpc.Momentum(0.5, 0.5), comm=comm, **options)
+    opt.initialize(variables)
+    return opt, variables
+
+
+@pytest.mark.parametrize("reduction", [hpc.Reduction.MEAN, hpc.Reduction.SUM])
+@pytest.mark.parametrize("scenario", ["all", "leaves", "drops"])
+def test_updates_are_those_of_cpu_memory(cp, comm, rank, size, reduction, scenario):
+    results = []
+    for library, options in ((cp, {"schedule": "nccl"}), (np, {})):
+        options |= {"reduction": reduction, "on_nonfinite": "drop"}
+        opt, variables = trained(library, comm, **options)
+        for step in range(3):
+            if scenario == "leaves" and (rank, step) == (size - 1, 2):
+                opt.leave()
+                break
+            own = gradients(rank, step)
+            if scenario == "drops" and rank == size - 1:
+                own["b"][...] = np.nan
+            grads = [library.asarray(own[var.name]) for var in variables]
+            opt.apply_gradients(zip(grads, variables, strict=True))
+        used = opt._shard.reducer.statistics().schedule
+        assert (used == "nccl") == (options.get("schedule") == "nccl")
+        opt.free()
+        results.append([opt.center(variables), opt.global_step, opt.statistics()])
+    for found, wanted in zip(results[0][0], results[1][0], strict=True):
+        np.testing.assert_allclose(found, wanted, 1e-6)
+    assert results[0][1:] == results[1][1:]
+
+
+def test_variables_in_cpu_memory_are_an_error_on_all(comm, rank):
+    opt, variables = trained(np, comm, schedule="nccl")
+    grads = [gradients(rank, 0)[var.name] for var in variables]
+    pairs = list(zip(grads, variables, strict=True))
+    error = raised(opt.apply_gradients, pairs)
+    opt.free()
+
+    assert type(error) is InvalidArgumentError
+    assert "reduces arrays on the device only" in str(error)
+    assert not variables[0].value.any()

@@ -1,10 +1,7 @@
 """NodeMemory: parts of all ranks of a node, and one that they have in common."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
-import mmap
 import os
 import struct
 import tempfile
@@ -70,48 +67,6 @@ def test_memory_is_zero_and_shared(node, descriptors, rank, size, nbytes, common
     assert memory.common.size == 0
 
 
-def test_parts_begin_on_pages(node, size):
-    memory = NodeMemory(node, [100] * size, 100, [slice(0, 100)])
-
-    for part in (*memory.parts, memory.common):
-        assert part.ctypes.data % mmap.PAGESIZE == 0
-
-
-def test_arrays_keep_the_memory_alive(node, rank, size):
-    memory = NodeMemory(node, [1 << 22] * size)
-    mine = memory.parts[rank]
-    memory.free()
-    del memory
-    # Where the next one would lie, if there were room.
-    other = NodeMemory(node, [1 << 22] * size)
-    mine[:] = 7
-    meet()
-
-    assert (mine == 7).all()
-    assert not any(part.any() for part in other.parts)
-
-
-@pytest.mark.parametrize("nbytes", [100_000, 1000])
-def test_reducers_allocate_all_that_they_use(node, size, nbytes, monkeypatch):
-    pages, page = set(), mmap.PAGESIZE
-    allocate, mapping = os.posix_fallocate, module._map
-    wanted = []
-
-    def watched(file, begin, length):
-        pages.update(range(begin // page, -(-(begin + length) // page)))
-        allocate(file, begin, length)
-
-    def counted(group, nbytes, mine):
-        wanted.append(nbytes // page)
-        return mapping(group, nbytes, mine)
-
-    monkeypatch.setattr(module.os, "posix_fallocate", watched)
-    monkeypatch.setattr(module, "_map", counted)
-    layout = hpc.Layout({"x": (nbytes // 4,), "y": (3,)}, "f2")
-    with hpc.Reducer(layout, node, schedule="shared", bucket_bytes=4096):
-        assert set().union(*meet(pages)) == set(range(wanted[0]))
-
-
 # What cannot be had
 
 
@@ -127,56 +82,44 @@ def test_memory_without_room_is_refused_on_every_rank(node, descriptors, size, w
         NodeMemory(node, sizes, HUGE if which == "common" else 8, [slice(0, 8)])
 
 
+def fails(code):
+    def fail(*_):
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+# What fails, why, and the error.
+BROKEN = [
+    ("os.posix_fallocate", errno.ENOSPC, hpc.InvalidArgumentError, "--shm-size"),
+    ("os.posix_fallocate", errno.EFBIG, RuntimeError, r"cannot share \d+ bytes"),
+    ("_mmap", errno.EMFILE, RuntimeError, "open files.* objects of hpcaccum are open"),
+    ("os.open", errno.EIO, RuntimeError, "cannot share"),
+    ("os.ftruncate", errno.EIO, RuntimeError, "cannot share"),
+    ("os.fstat", errno.EIO, RuntimeError, "cannot share"),
+]
+
+
 @pytest.mark.parametrize("which", ["first", "last"])
-@pytest.mark.parametrize(
-    ("code", "error", "text"),
-    [
-        (errno.ENOSPC, hpc.InvalidArgumentError, r"--shm-size"),
-        (errno.EFBIG, RuntimeError, r"cannot share \d+ bytes"),
-    ],
-)
-def test_a_rank_that_cannot_allocate_fails_all(
-    node, descriptors, rank, size, monkeypatch, which, code, error, text
+@pytest.mark.parametrize(("name", "code", "error", "text"), BROKEN)
+def test_what_fails_on_one_rank_fails_on_all(
+    node, descriptors, rank, size, monkeypatch, which, name, code, error, text
 ):
-    if rank == (0 if which == "first" else size - 1):
-
-        def full(file, begin, length):
-            raise OSError(code, os.strerror(code))
-
-        monkeypatch.setattr(module.os, "posix_fallocate", full)
+    # Only the first rank sets the length.
+    odd = 0 if which == "first" or "truncate" in name else size - 1
+    if rank == odd:
+        *where, attribute = name.split(".")
+        monkeypatch.setattr(module.os if where else module, attribute, fails(code))
     with pytest.raises(error, match=text):
         NodeMemory(node, [100] * size)
 
 
 @pytest.mark.ranks(min=2)
-def test_a_rank_with_another_dev_shm_fails_all(
-    node, descriptors, rank, tmp_path, monkeypatch
-):
+def test_a_rank_with_another_dev_shm_fails_all(node, descriptors, rank, monkeypatch):
     if rank == 1:
-        opened = os.open
-
-        def elsewhere(path, flags, *mode):
-            return opened(tmp_path / Path(path).name, flags, *mode)
-
-        monkeypatch.setattr(module.os, "open", elsewhere)
+        monkeypatch.setattr(module.os, "open", fails(errno.ENOENT))
     with pytest.raises(RuntimeError, match=r"one /dev/shm \(containers"):
         NodeMemory(node, [100] * node.size)
-
-
-@pytest.mark.parametrize("which", ["first", "last"])
-def test_a_rank_without_descriptors_fails_all(
-    node, descriptors, rank, size, monkeypatch, which
-):
-    if rank == (0 if which == "first" else size - 1):
-
-        def exhausted(*_):
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-        monkeypatch.setattr(module, "_mmap", exhausted)
-    with pytest.raises(
-        RuntimeError, match=r"open files.* objects of hpcaccum are open"
-    ):
-        NodeMemory(node, [100] * size)
 
 
 def test_something_is_left_for_mpi(monkeypatch):
@@ -201,13 +144,6 @@ def test_room_that_others_take_meanwhile_is_missed_in_time(
         monkeypatch.setattr(module, "_free", lambda: next(frees, 0))
     with pytest.raises(hpc.InvalidArgumentError, match="another process has taken"):
         NodeMemory(node, [4 * module._PIECE] * size)
-
-
-def test_where_there_is_no_limit_none_is_missed(monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "_SHM", str(tmp_path / "none"))
-    check_room(HUGE, 2)
-    monkeypatch.setattr(module, "_SHM", "/proc")  # a file system without blocks
-    check_room(HUGE, 2)
 
 
 def test_where_there_is_no_folder_all_ranks_fail(node, tmp_path, monkeypatch):
@@ -236,20 +172,6 @@ def opened(monkeypatch):
     monkeypatch.setattr(module.os, "open", watched)
     Opened.paths = paths
     return Opened
-
-
-def test_each_file_has_a_new_name_which_only_the_first_rank_makes(
-    node, descriptors, opened, rank, size
-):
-    for _ in range(3):
-        NodeMemory(node, [8] * size)
-    names, flags = zip(*opened.paths, strict=True)
-
-    assert set(flags) == {os.O_CREAT | os.O_EXCL if rank == 0 else 0}
-    assert meet(names) == [names] * size
-    secret = {name.rpartition("-")[2] for name in names}
-    assert len(secret) == 3
-    assert {len(bytes.fromhex(each)) for each in secret} == {16}
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "folder"])
@@ -297,20 +219,6 @@ def test_a_file_that_has_changed_is_an_error(
         "link": "symbolic links",
     }.get(kind, "not the file that the first rank made")
     with pytest.raises(RuntimeError, match=f"cannot share .*{text}.*'/dev/shm/hp"):
-        NodeMemory(node, [8] * size)
-
-
-@pytest.mark.parametrize("which", ["first", "last"])
-@pytest.mark.parametrize("step", ["open", "ftruncate", "fstat"])
-def test_a_rank_that_cannot_open_the_file_fails_all(
-    node, descriptors, rank, size, monkeypatch, which, step
-):
-    def fail(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    if rank == (0 if which == "first" or step == "ftruncate" else size - 1):
-        monkeypatch.setattr(module.os, step, fail)
-    with pytest.raises(RuntimeError, match="cannot share"):
         NodeMemory(node, [8] * size)
 
 

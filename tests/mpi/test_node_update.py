@@ -1,7 +1,5 @@
 """Updates that the ranks of a node carry out together."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -13,9 +11,7 @@ import hpcaccum as hpc
 from hpcaccum import group_of, testing
 from hpcaccum.mpi import MPI
 
-from ..common import same_bits
-from .acting import until
-from .support import meet
+from .acting import meet, same_bits, until
 
 SHAPES = {"matrix": (37, 5), "scalar": (), "vector": (600,), "empty": (0,)}
 RULES = {
@@ -145,40 +141,6 @@ def test_an_optimizer_of_the_user_makes_the_updates_itself(comm, rank, size):
         train(opt, variables, 3)
         meet()
     assert rule.calls == (3 if rank == 0 else 0)
-
-
-class Own(hpc.Optimizer):
-    """Says that it is elementwise, but is no rule of the package."""
-
-    elementwise = True
-
-    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
-        for grad, var in grads_and_vars:
-            var.value[...] -= grad
-
-
-def test_an_optimizer_that_is_no_rule_makes_the_updates_itself(comm, size):
-    variables = made()
-    with hpc.SyncReplicasOptimizer(Own("own"), size, comm=comm) as opt:
-        train(opt, variables, 2)
-        meet()
-    expected, _ = modelled(hpc.SGD(1.0), np.float32, size, 2)
-    for own, var in zip(variables, expected, strict=True):
-        same_bits(own.value, var.value)
-
-
-def test_a_learning_rate_is_called_once_for_an_update(comm, rank, size):
-    calls = []
-
-    def rate():
-        calls.append(1)
-        return 0.5
-
-    variables = made()
-    with hpc.SyncReplicasOptimizer(hpc.Momentum(rate, 0.9), size, comm=comm) as opt:
-        train(opt, variables, 3)
-        meet()
-    assert len(calls) == (3 if rank == 0 else 0)
 
 
 def noted_pieces(opt, before=lambda piece: None):

@@ -1,7 +1,5 @@
 """The common behavior of the one-sided optimizers."""
 
-from __future__ import annotations
-
 import time
 
 import ml_dtypes
@@ -13,7 +11,7 @@ from hpcaccum import DisagreementError, InvalidArgumentError, group_of, testing
 from hpcaccum.mpi.job.runtime import MPI
 
 from .support import WAIT
-from .training import ONE_SIDED, computed, gives, meet, raised, turns, variable
+from .training import ONE_SIDED, Gate, computed, gives, meet, raised, turns, variable
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
@@ -24,19 +22,16 @@ def kind(request):
 
 
 @pytest.fixture
-def make(comm, kind):
-    """Return a function that makes an optimizer; all are freed after the test."""
-    made = []
+def make(comm, kind, keep):
+    """Return a function that makes an optimizer."""
 
     def make(variables, inner=None, **options):
         inner = hpc.SGD(1) if inner is None else inner
-        made.append(ONE_SIDED[kind](inner, variables, comm, **options))
-        made[-1].initialize(variables)
-        return made[-1]
+        optimizer = keep(ONE_SIDED[kind](inner, variables, comm, **options))
+        optimizer.initialize(variables)
+        return optimizer
 
-    yield make
-    for optimizer in made:
-        optimizer.free()
+    return make
 
 
 def updates(kind, workers, calls):
@@ -81,25 +76,6 @@ def test_any_host_beside_its_training_or_alone(
     assert tally.dropped == (0,) * size
     assert sum(tally.lags.values()) == pushes * workers
     assert opt.waited >= 0
-
-
-@pytest.mark.ranks(min=2)
-def test_a_host_that_does_not_call_serve_serves_at_the_end(make, kind, rank, size):
-    w = variable([0.0])
-    opt = make([w], dedicated=True)
-    if rank:
-        for _ in range(4):
-            opt.minimize(gives([1.0]))
-    opt.free()
-
-    assert opt.global_step == updates(kind, size - 1, 4)
-    assert w.value == -opt.global_step
-
-
-def test_gradients_have_no_place_before_the_start(kind, comm):
-    w = variable()
-    with ONE_SIDED[kind](hpc.SGD(1), [w], comm) as opt:
-        assert type(raised(opt.gradient_arrays)) is InvalidArgumentError
 
 
 @pytest.mark.ranks(min=2)
@@ -165,7 +141,7 @@ def test_without_threads_the_host_must_be_dedicated(comm, size, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["DropStale"])
 def test_memory_is_that_of_gradients_and_parameters(make, comm, size):
-    opt = make([variable(np.zeros(1000))], Own("own"))
+    opt = make([variable(np.zeros(1000))], Gate(lambda: None))
     held = sum(meet(testing.shared_bytes(opt)))
 
     # On each node two copies of the center; a gradient of each rank; on the host's node
@@ -175,38 +151,10 @@ def test_memory_is_that_of_gradients_and_parameters(make, comm, size):
     assert least <= held < least + 1024 * (1 + size)
 
 
-class Own(hpc.Optimizer):
-    """An optimizer of the user, whose center is in memory of its own."""
-
-    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
-        """It makes no update."""
-
-
 @pytest.mark.ranks(1)
 def test_one_rank_cannot_be_dedicated(make):
     with pytest.raises(InvalidArgumentError, match="needs at least 2 ranks"):
         make([variable()], dedicated=True)
-
-
-def test_parts_of_the_ranks_train_apart(kind, comm, rank, size):
-    part = comm.Split(rank % 2, -rank)
-    w = variable(float(rank))
-    with ONE_SIDED[kind](hpc.SGD(1), [w], part) as opt:
-        opt.initialize([w])
-        start = float(w.value)
-        for _ in range(4):
-            opt.minimize(gives(2.0))
-        opt.leave()
-        while not all(opt.statistics().accepted) or opt.global_step < updates(
-            kind, part.size, 4
-        ):
-            time.sleep(0.001)
-        center = opt.center(w)
-
-    # The ranks of a part are reversed: its rank 0 is the last of comm's.
-    assert start == max(range(rank % 2, size, 2))
-    assert center == start - 2 * updates(kind, part.size, 4)
-    part.Free()
 
 
 def test_several_at_once_do_not_disturb_each_other(comm, size):
@@ -226,18 +174,22 @@ def test_several_at_once_do_not_disturb_each_other(comm, size):
         opt.free()
 
 
-@pytest.mark.parametrize("kind", ["SyncReplicas", "DropStale"])
+# The smallest quorum and staleness: a rank whose parameters are old is dropped.
+STRICT = {
+    "SyncReplicas": lambda rule, comm: hpc.SyncReplicasOptimizer(rule, 1, comm=comm),
+    "DropStale": lambda rule, comm: hpc.DropStaleGradientOptimizer(rule, 0, comm=comm),
+}
+
+
+@pytest.mark.parametrize("strict", STRICT)
 @pytest.mark.ranks(min=2)
-def test_after_a_drop_no_rank_computes_what_must_be_dropped(comm, kind, rank, size):
+def test_after_a_drop_no_rank_computes_what_must_be_dropped(comm, strict, rank, size):
     def slowly():
         time.sleep(0.1)
         return 1.0
 
     w = variable()
-    if kind == "SyncReplicas":
-        opt = hpc.SyncReplicasOptimizer(hpc.SGD(slowly), 1, comm=comm)
-    else:
-        opt = hpc.DropStaleGradientOptimizer(hpc.SGD(slowly), 0, comm=comm)
+    opt = STRICT[strict](hpc.SGD(slowly), comm)
     opt.initialize([w])
     pairs = computed(opt, 1.0)
     seen = []
@@ -257,25 +209,29 @@ def test_after_a_drop_no_rank_computes_what_must_be_dropped(comm, kind, rank, si
         assert seen == [False, 0, -1, 1]
 
 
+@pytest.mark.parametrize("strict", STRICT)
+@pytest.mark.ranks(min=2)
+def test_after_a_drop_parameters_are_pulled_at_once(comm, strict, rank, size):
+    w, step = variable(), hpc.Variable(0, "step")
+    with STRICT[strict](hpc.SGD(1), comm) as opt:
+        opt.initialize([w])
+        pairs = computed(opt, 8.0)
+        meet()  # no update before all have computed
+        turns([0, 0], lambda _: opt.minimize(gives(1.0)))
+
+        def late(_):
+            receipt = opt.apply_gradients(pairs, step)
+            return receipt, float(w.value), int(step.value)
+
+        [found] = turns([size - 1], late)
+        [again] = turns([size - 1], lambda _: opt.minimize(gives(1.0)))
+        assert opt.center(w) == -3
+
+    assert found == (hpc.Receipt(False, 0, 2), -2, 2)
+    assert again == hpc.Receipt(True, 2, 2)
+
+
 # Variables
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
-def test_every_dtype_is_kept_and_changed_in_place(make, kind, rank, size, dtype):
-    array = np.full(3, float(rank), dtype)
-    w = hpc.Variable(array, "w")
-    opt = make([w])
-    for _ in range(4):
-        opt.minimize(gives(np.full(3, 0.5, dtype)))
-    meet()
-    center = opt.center(w)
-    center[0] += 1
-
-    assert w.value is array
-    assert array.dtype == center.dtype == dtype
-    assert (opt.center(w) == -updates(kind, size, 2)).all()
-    if kind == "SyncReplicas":
-        assert (array == opt.center(w)).all()
 
 
 def test_slots_are_those_of_the_host(make, kind, rank, size):
@@ -294,8 +250,6 @@ def test_slots_are_those_of_the_host(make, kind, rank, size):
     else:
         assert slot is None
         assert count == 0
-        # Nor are there any that it hides.
-        assert w not in opt.inner._states
 
 
 # Ranks that disagree
@@ -313,31 +267,9 @@ def test_different_variables_are_refused_by_all(kind, comm, rank, size):
             error = raised(opt.initialize, [mine])
         assert type(error) is DisagreementError
         assert f"rank {size - 1}" in str(error)
-
-
-def test_a_bad_list_on_one_rank_is_refused_by_all(kind, comm, rank, size):
-    w = variable()
-    for bad, error in (([w.value], TypeError), ([w, w], InvalidArgumentError)):
-        with ONE_SIDED[kind](hpc.SGD(1), [w], comm) as opt:
-            found = raised(opt.initialize, bad if rank == size - 1 else [w])
-            opt.initialize([w])
-        assert type(found) is error
-
-
-def test_bad_pairs_send_nothing_and_disturb_no_rank(make, kind, rank, size):
-    w = variable(np.zeros(2))
-    opt = make([w])
-    bad = [[(np.ones(3), w)], [(np.ones(2), variable(np.zeros(2), name="v"))], []]
-    found = [raised(opt.apply_gradients, pairs) for pairs in bad] if rank == 0 else []
-    meet()
-    before = meet(opt.statistics().accepted)
-    for _ in range(2):
-        opt.minimize(gives(np.ones(2)))
-    meet()
-
-    assert all(isinstance(error, InvalidArgumentError) for error in found)
-    assert before == [(0,) * size] * size
-    assert (opt.center(w) == -updates(kind, size, 2)).all()
+    with ONE_SIDED[kind](hpc.SGD(1), [mine], comm) as opt:
+        error = raised(opt.initialize, [mine, mine])
+    assert "names must be unique" in str(error)
 
 
 # Ranks that start late or leave
@@ -365,40 +297,6 @@ def test_a_rank_leaves_and_the_others_go_on(make, kind, rank, size, leaver):
     expected = updates(kind, size, 2) + updates(kind, size - 1, 8)
     assert opt.global_step == expected
     assert opt.center(w) == -expected
-
-
-def test_nobody_needs_to_train(make):
-    w = variable(3.0)
-    opt = make([w])
-
-    assert opt.center(w) == 3
-    assert opt.global_step == 0
-    assert opt.statistics().lags == {}
-
-
-def test_what_was_never_initialized_says_so(kind, comm):
-    w = variable()
-    opt = ONE_SIDED[kind](hpc.SGD(1), [w], comm)
-    calls = [opt.statistics, opt.leave, opt.serve, lambda: opt.global_step]
-    errors = [raised(call) for call in [*calls, lambda: opt.center(w)]]
-    waited = opt.waited
-    opt.free()
-
-    assert {type(error) for error in errors} == {InvalidArgumentError}
-    assert waited == 0
-    assert type(raised(opt.initialize, [w])) is hpc.FreedError
-
-
-def test_initializing_again_changes_nothing(make, kind, size):
-    w = variable()
-    opt = make([w])
-    turns([0, 0], lambda _: bool(opt.minimize(gives(1.0))) if size == 1 else None)
-    before = float(w.value)
-    opt.initialize([w])
-    error = raised(opt.initialize, [variable()])
-
-    assert w.value == before
-    assert isinstance(error, InvalidArgumentError)
 
 
 # Defaults
@@ -433,3 +331,105 @@ def test_the_servers_that_auto_has_chosen_are_shown(comm, kind, rank, caplog, la
     assert f", servers={servers!r}, name=" in repr(optimizer)
     assert caplog.messages == [repr(optimizer)] * (rank == 0)
     optimizer.free()
+
+
+# Gradients in the memory from which a server takes them
+
+
+@pytest.fixture
+def copied():
+    """The shapes of the gradients that pushes of this rank copy."""
+    shapes = []
+    with testing.note_copies(shapes):
+        yield shapes
+
+
+@pytest.fixture(params=["SyncReplicas", "DropStale"])
+def make_zeros(request, comm, size, keep):
+    """Return a function that makes an optimizer of zeros; and updates of a call."""
+
+    def make(**shapes):
+        own = [variable(np.zeros(shape), name=name) for name, shape in shapes.items()]
+        opt = keep(ONE_SIDED[request.param](hpc.SGD(1), own, comm))
+        opt.initialize(own)
+        return opt, own, 1 if request.param == "SyncReplicas" else size
+
+    return make
+
+
+def centers(opt, own):
+    meet()
+    found = [array.tolist() for array in opt.center(own)]
+    meet()
+    return found
+
+
+def test_what_lies_in_its_place_is_not_copied(make_zeros, rank, size, copied):
+    opt, own, updates = make_zeros(w=(3,), v=())
+    for step in range(5):
+        arrays, again = opt.gradient_arrays(), opt.gradient_arrays()
+        assert all(np.shares_memory(again[name], arrays[name]) for name in arrays)
+        arrays["w"][:] = [1, step, rank]
+        arrays["v"][...] = step
+        opt.minimize(lambda arrays=again if step % 2 else arrays: (0.0, arrays))
+    w, v = centers(opt, own)
+
+    mean = (size - 1) / 2
+    np.testing.assert_allclose(w, np.multiply(-5 * updates, [1, 2, mean]))
+    np.testing.assert_allclose(v, -10 * updates)
+    assert copied == []
+
+
+def test_what_lies_elsewhere_is_copied_once(make_zeros, copied):
+    # In the place of another gradient, or reversed in its own.
+    opt, own, updates = make_zeros(w=(3,), v=(3,), u=(3,))
+    arrays = opt.gradient_arrays()
+    arrays["w"][:], arrays["v"][:], arrays["u"][:] = [1, 2, 3], [4, 5, 6], [7, 8, 9]
+    opt.minimize(gives(arrays["v"], arrays["w"], arrays["u"][::-1]))
+
+    expected = np.multiply(-updates, [[4, 5, 6], [1, 2, 3], [9, 8, 7]])
+    np.testing.assert_allclose(centers(opt, own), expected, 1e-14)
+    assert copied == [(3,)] * 3
+
+
+def test_arrays_that_were_pushed_are_read_only(make_zeros):
+    opt, own, updates = make_zeros(w=(3,))
+    arrays = opt.gradient_arrays()
+    arrays["w"][:] = 1
+    opt.minimize(lambda: (0.0, arrays))
+    with pytest.raises(ValueError, match="read-only"):
+        arrays["w"][:] = 2
+    opt.gradient_arrays()["w"][:] = 3
+
+    assert centers(opt, own) == [[-updates] * 3]
+
+
+def test_what_is_left_in_the_place_of_a_missing_one_does_not_count(
+    make_zeros, rank, size
+):
+    opt, own, updates = make_zeros(w=(), v=())
+    for value in opt.gradient_arrays().values():
+        value[...] = 7
+    opt.minimize(gives(opt.gradient_arrays()["w"], 7.0 if rank == 0 else None))
+
+    np.testing.assert_allclose(centers(opt, own), [-7 * updates, -7], rtol=1e-14)
+
+
+def test_a_place_is_kept_until_its_push_and_no_longer(comm, size, copied):
+    w = variable(np.zeros(3))
+    with hpc.SyncReplicasOptimizer(hpc.SGD(1), 2 * size, comm=comm) as opt:
+        opt.initialize([w])
+        for value in (1, 3):
+            arrays = opt.gradient_arrays()
+            arrays["w"][:] = value
+            testing.push(opt, arrays, 0)
+        # The first round is being reduced, or was: this must not change its mean.
+        later = opt.gradient_arrays()
+        later["w"][:] = 100
+        testing.wait_for(opt, 1)
+        assert centers(opt, [w]) == [[-2] * 3]
+        testing.push(opt, later, 1)
+        testing.push(opt, {"w": np.zeros(3)}, 1)
+        testing.wait_for(opt, 2)
+        assert centers(opt, [w]) == [[-52] * 3]
+    assert copied == [(3,)]

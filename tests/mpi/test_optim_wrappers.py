@@ -1,7 +1,7 @@
 """Optimizers that hold another one: slots, learning rates, constructors."""
 
-from __future__ import annotations
-
+import contextlib
+import functools
 import threading
 
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import DisagreementError, FreedError, InvalidArgumentError
 
-from .training import ONE_SIDED, WRAPPERS, gives, meet, raised, variable
+from .training import ONE_SIDED, WRAPPERS, Gate, gives, meet, raised, variable
 
 pytestmark = pytest.mark.any_size
 
@@ -50,6 +50,40 @@ def test_after_free_it_is_of_no_use(comm, wrapper):
     assert {type(raised(call)) for call in calls} == {FreedError}
     assert w.value == 0
     assert opt.waited >= 0
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_what_was_never_initialized_says_so(comm, wrapper):
+    w = variable()
+    opt = WRAPPERS[wrapper](hpc.SGD(1), [w], comm)
+    asks = [opt.statistics, lambda: opt.global_step, lambda: opt.center(w)]
+    calls = [*asks, opt.leave, opt.gradient_arrays]
+    if wrapper in ONE_SIDED:
+        calls.append(opt.serve)
+    errors = [raised(call) for call in calls]
+    waited = opt.waited
+    opt.free()
+
+    assert {type(error) for error in errors} == {InvalidArgumentError}
+    assert waited == 0
+    assert {type(raised(ask)) for ask in asks} == {FreedError}
+    assert type(raised(opt.initialize, [w])) is FreedError
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_initializing_again_changes_nothing(comm, wrapper):
+    w = variable()
+    with WRAPPERS[wrapper](hpc.SGD(1), [w], comm) as opt:
+        for _ in range(2):
+            opt.initialize([w])
+        opt.initialize(None)
+        error = raised(opt.initialize, [variable(np.zeros(5))])
+        meet()
+        for _ in range(2):
+            opt.minimize(gives(1.0))
+
+    assert isinstance(error, InvalidArgumentError)
+    assert w.value == -(2 if wrapper == "CrossShard" else opt.global_step) < 0
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -181,7 +215,7 @@ def test_a_rate_of_the_step_counts_local_steps_and_those_of_the_center_apart(
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_an_inner_optimizer_without_a_learning_rate_gets_none(comm, wrapper):
-    opt = WRAPPERS[wrapper](Own("own"), [variable()], comm)
+    opt = WRAPPERS[wrapper](Gate(lambda: None), [variable()], comm)
     errors = [
         raised(lambda: opt.learning_rate),
         raised(setattr, opt, "learning_rate", 1),
@@ -193,33 +227,6 @@ def test_an_inner_optimizer_without_a_learning_rate_gets_none(comm, wrapper):
 
 
 # Constructors
-
-
-class Own(hpc.Optimizer):
-    """An optimizer that a user might write."""
-
-    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
-        for grad, var in grads_and_vars:
-            var.value[...] -= grad
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_the_inner_optimizer_may_be_of_the_user(comm, wrapper):
-    w = variable()
-    with WRAPPERS[wrapper](Own("own"), [w], comm) as opt:
-        for _ in range(2):
-            opt.minimize(gives(1.0), var_list=[w])
-
-    assert w.value <= -1
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_the_inner_one_must_be_an_optimizer_on_all_ranks(comm, rank, size, wrapper):
-    for inner in (None, "SGD", hpc.SGD, 0.1):
-        mine = inner if rank == size - 1 else hpc.SGD(1)
-        error = raised(WRAPPERS[wrapper], mine, [variable()], comm)
-        assert type(error) is TypeError
-        assert "must be an Optimizer, got" in str(error)
 
 
 @pytest.mark.parametrize("inner", WRAPPERS)
@@ -240,128 +247,156 @@ def test_nestings_that_corrupt_are_refused(comm, inner):
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_different_inner_optimizers_are_refused_by_all(comm, rank, size, wrapper):
-    mine = hpc.SGD(0.1) if rank < size - 1 else hpc.Momentum(0.1, 0.5)
-    error = raised(WRAPPERS[wrapper], mine, [variable()], comm)
+    w = variable()
 
-    assert type(error) is DisagreementError
-    assert f"rank {size - 1} has" in str(error)
-
-
-@pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_different_rates_are_refused_by_all(comm, rank, size, wrapper):
-    w, rate = variable(), 0.1 if rank < size - 1 else 0.2
-
-    def start():
-        opt = WRAPPERS[wrapper](hpc.SGD(rate), [w], comm)
+    def start(inner):
+        opt = WRAPPERS[wrapper](inner, [w], comm)
         try:
             opt.initialize([w])
         finally:
             opt.free()
 
-    error = raised(start)
+    for other, text in (
+        (hpc.SGD(0.2), "learning_rate=0.2"),
+        (hpc.Momentum(0.1, 0.5), f"rank {size - 1} has"),
+    ):
+        error = raised(start, hpc.SGD(0.1) if rank < size - 1 else other)
+        assert type(error) is DisagreementError
+        assert text in str(error)
 
-    assert type(error) is DisagreementError
-    assert "learning_rate=0.2" in str(error)
+
+CLASSES = {
+    "CrossShard": hpc.CrossShardOptimizer,
+    "SyncReplicas": hpc.SyncReplicasOptimizer,
+    "DropStale": hpc.DropStaleGradientOptimizer,
+    "AGN": hpc.AGNOptimizer,
+}
+# For each class, and for all with a server: options with wrong values, and the errors.
+WRONG = {
+    "CrossShard": {
+        "reduction": [("mean", "MEAN", "SUM", None, 1), ()],
+        "on_loss": [("abort",), ()],
+    },
+    "SyncReplicas": {
+        "replicas_to_aggregate": [(0, -1, 1 << 20, [1]), (1.0, "1")],
+        "total_num_replicas": [(0,), ()],
+    },
+    "DropStale": {
+        "staleness": [(), (1.0, "1", [1])],
+        "lateness": [
+            ("linear", lambda lag: 1 + lag, lambda lag: np.nan, lambda lag: "1"),
+            (),
+        ],
+    },
+    "AGN": {
+        "communication_period": [(0, -3, None), (2.0, "2")],
+        "custom_getter": [(), ({},)],
+    },
+}
+WRONG_PLACES = {
+    "host": [(-1, 1000), (0.0,)],
+    "servers": [([], [0, 0], "all", 1000, [0, -1]), ()],
+}
 
 
-def odd(rank, size, usual, other):
-    return other if rank == size - 1 else usual
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_wrong_option_of_one_rank_is_an_error_on_all(comm, rank, size, kind):
+    wrong = {**WRONG[kind], "on_nonfinite": [("ignore",), ()]}
+    if kind != "CrossShard":
+        wrong |= WRONG_PLACES
+    for option, values in wrong.items():
+        for value, expected in [
+            *((each, InvalidArgumentError) for each in values[0]),
+            *((each, TypeError) for each in values[1]),
+        ]:
+            mine = {option: value} if rank == size - 1 else {}
+            error = raised(CLASSES[kind], hpc.SGD(1), comm=comm, **mine)
+            assert type(error) is expected, (option, value, error)
+            assert option in str(error)
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("wrapper", ONE_SIDED)
-def test_different_options_are_refused_by_all(comm, rank, size, wrapper):
-    for option, usual, other in (("host", 0, 1), ("dedicated", False, True)):
-        options = {option: odd(rank, size, usual, other)}
-        error = raised(ONE_SIDED[wrapper], hpc.SGD(1), [variable()], comm, **options)
-        assert type(error) is DisagreementError
-
-
-@pytest.mark.ranks(min=2)
-def test_different_numbers_are_refused_by_all(comm, rank, size):
-    number, inner = odd(rank, size, 2, 3), hpc.SGD(1)
-    reduction = odd(rank, size, hpc.Reduction.MEAN, hpc.Reduction.SUM)
-    groups = odd(rank, size, [list(range(size))], [[r] for r in range(size)])
-    getter = hpc.AGNCustomGetter(comm=comm)
-    calls = {
-        "staleness": lambda: hpc.DropStaleGradientOptimizer(inner, number, comm=comm),
-        "replicas_to_aggregate": lambda: hpc.SyncReplicasOptimizer(
-            inner, number, comm=comm
-        ),
-        "total_num_replicas": lambda: hpc.SyncReplicasOptimizer(
-            inner, 1, number, comm=comm
-        ),
-        "communication_period": lambda: hpc.AGNOptimizer(inner, 1, getter, number),
-        "num_worker": lambda: hpc.AGNOptimizer(inner, number, getter),
-        "reduction": lambda: hpc.CrossShardOptimizer(inner, reduction, comm=comm),
-        "group_assignment": lambda: hpc.CrossShardOptimizer(
-            inner, group_assignment=groups, comm=comm
-        ),
-    }
-    for name, call in calls.items():
-        error = raised(call)
-        assert type(error) is DisagreementError
-        assert f"{name} must be the same" in str(error)
-
-
-@pytest.mark.parametrize("wrapper", ONE_SIDED)
-def test_a_host_is_a_rank_of_the_communicator(comm, size, wrapper):
-    for host, error in ((size, ValueError), (-1, ValueError), (0.0, TypeError)):
-        found = raised(ONE_SIDED[wrapper], hpc.SGD(1), [variable()], comm, host=host)
-        assert isinstance(found, error)
-        assert "host must be a rank" in str(found)
+@pytest.mark.parametrize("kind", CLASSES)
+def test_different_options_are_refused_by_all(comm, rank, size, kind):
+    together, alone = [list(range(size))], [[each] for each in range(size)]
+    different = {
+        "CrossShard": {
+            "reduction": (hpc.Reduction.MEAN, hpc.Reduction.SUM),
+            "group_assignment": (together, alone),
+            "sync": (True, False),
+        },
+        "SyncReplicas": {"replicas_to_aggregate": (2, 3), "total_num_replicas": (2, 3)},
+        "DropStale": {
+            "staleness": (2, 3),
+            "lateness": ("inverse", lambda lag: 0.5),
+        },
+        "AGN": {"communication_period": (2, 3), "num_worker": (2, 3)},
+    }[kind] | {"on_nonfinite": ("accept", "drop")}
+    if kind != "CrossShard":
+        different |= {"servers": ([0], [0, 1]), "dedicated": (False, True)}
+    for option, values in different.items():
+        options = {option: values[rank == size - 1]}
+        error = raised(CLASSES[kind], hpc.SGD(1), comm=comm, **options)
+        assert type(error) is DisagreementError, (option, error)
+        named = "servers" if option == "dedicated" else option
+        assert f"{named} must be the same" in str(error)
 
 
 @pytest.mark.parametrize("bad", [0, "world"])
 def test_comm_is_a_communicator(bad):
-    for make in (
-        lambda: hpc.CrossShardOptimizer(hpc.SGD(1), comm=bad),
-        lambda: hpc.SyncReplicasOptimizer(hpc.SGD(1), 1, comm=bad),
-        lambda: hpc.DropStaleGradientOptimizer(hpc.SGD(1), 1, comm=bad),
-        lambda: hpc.AGNOptimizer(hpc.SGD(1), 1, hpc.AGNCustomGetter(comm=bad)),
-    ):
-        assert type(raised(make)) is TypeError
+    for kind in CLASSES.values():
+        assert type(raised(kind, hpc.SGD(1), comm=bad)) is TypeError
 
 
-@pytest.mark.parametrize("kind", ["sync-replicas", "cross-shard"])
-def test_only_one_thread_at_a_time(comm, kind):
-    w = hpc.Variable(np.zeros(1, "f4"), "w")
-    inner = hpc.SGD(1.0)
-    if kind == "cross-shard":
-        opt = hpc.CrossShardOptimizer(inner, hpc.Reduction.SUM, comm=comm)
-    else:
-        opt = hpc.SyncReplicasOptimizer(inner, comm.size, comm=comm)
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_reports_add_up_to_the_statistics(comm, rank, size, kind):
+    variables, reports = [variable()], []
+    opt = WRAPPERS[kind](hpc.SGD(0.1), variables, comm)
+    log = hpc.log_to(reports.append, every=1e-9) if rank == 0 else None
+    with log or contextlib.nullcontext():
+        with opt:
+            opt.initialize(variables)
+            for _ in range(6):
+                opt.minimize(gives(1.0), var_list=variables)
+        counts, steps = opt.statistics(), opt.global_step
+
+    if rank == 0:
+        # The first push begins; the others, and the end, report.
+        assert len(reports) == (3 if kind == "AGN" else 6)
+        assert {each["optimizer"] for each in reports} == {opt.get_name()}
+        last = reports[-1]
+        assert (last["step"], tuple(last["accepted"])) == (steps, counts.accepted)
+        assert tuple(last["dropped"]) == counts.dropped
+        assert all(0 <= each["waiting"] <= 1 for each in reports)
+        assert all(each["updates_per_second"] >= 0 for each in reports)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_only_one_thread_at_a_time(comm, wrapper):
+    w, errors = variable(np.zeros(1)), []
+    opt = WRAPPERS[wrapper](hpc.SGD(1), [w], comm)
     opt.initialize([w])
-    errors = []
+    push = functools.partial(opt.minimize, gives(np.ones(1)))
 
-    def use(call):
-        try:
-            call()
-        except hpc.InvalidArgumentError as error:
-            errors.append(str(error))
+    def in_thread(call, *args):
+        thread = threading.Thread(target=lambda: errors.append(raised(call, *args)))
+        thread.start()
+        thread.join()
 
     def loss():
-        pair = [(np.ones(1), w)]
-        for call in (
-            opt.gradient_arrays,
-            lambda: opt.apply_gradients(pair),
-            lambda: opt.minimize(lambda: (0.0, [np.ones(1)])),
-        ):
-            other = threading.Thread(target=use, args=(call,))
-            other.start()
-            other.join()
+        in_thread(opt.gradient_arrays)
+        in_thread(opt.apply_gradients, [(np.ones(1), w)])
+        in_thread(push)
         return 0.0, [np.ones(1)]
 
     opt.minimize(loss)
+    assert {type(error) for error in errors} == {InvalidArgumentError}
+    for error, name in zip(
+        errors, ("gradient_arrays", "apply_gradients", "minimize"), strict=True
+    ):
+        assert f": {name} was called" in str(error)
+        assert "another thread of this rank" in str(error)
     # One after the other they may.
-    other = threading.Thread(target=opt.minimize, args=(lambda: (0.0, [np.ones(1)]),))
-    other.start()
-    other.join()
+    in_thread(push)
     opt.free()
-
-    factor = 1 if kind == "sync-replicas" else comm.size
-    assert opt.center(w).tolist() == [-2 * factor]
-    calls = [each.split(": ")[1].split(" was called")[0] for each in errors]
-    assert calls == ["gradient_arrays", "apply_gradients", "minimize"]
-    assert all("another thread of this rank" in each for each in errors)
+    assert isinstance(errors[-1], hpc.Receipt)

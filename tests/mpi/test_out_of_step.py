@@ -1,7 +1,5 @@
 """Ranks that make different collective calls get an error that names both calls."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,13 +9,7 @@ import hpcaccum as hpc
 from hpcaccum import DisagreementError, group_of, testing
 
 from .expiring import times_out_without
-from .reducing import (
-    EACH,
-    ONES,
-    SHAPES,
-    maker_fixture,  # noqa: F401
-    works,
-)
+from .reducing import EACH, ONES, SHAPES, works
 from .support import WAIT
 from .training import meet, raised
 
@@ -115,18 +107,6 @@ def test_rank_that_frees_while_others_construct(comm, rank, size):
 
     checked(error, f"rank {size - 1} in 'grads (number 1): free'", "Accumulator")
     acc.free()
-
-
-def test_rank_that_initializes_while_others_construct(comm, rank, size):
-    opt = hpc.CrossShardOptimizer(hpc.SGD(1.0), comm=comm)
-    error = (
-        raised(opt.initialize, [hpc.Variable([1.0], "w")])
-        if rank == 0
-        else raised(hpc.ConditionalAccumulator, "float32", (3,), comm=comm)
-    )
-
-    checked(error, "rank 0 in 'CrossShardOptimizer: initialize'", "Accumulator")
-    opt.free()
 
 
 @EACH

@@ -4,8 +4,6 @@ Gradients are small whole numbers: their sums are exact in any order, so results
 have the bits of the naive version wherever the ranks are.
 """
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,10 +12,10 @@ import pytest
 
 import hpcaccum as hpc
 
-from .. import naive
+from .. import naive, soak
 from ..common import same_bits
-from .support import WAIT, meet
-from .training import WRAPPERS
+from .support import WAIT
+from .training import WRAPPERS, meet
 
 SHAPES = {"scalar": (), "empty": (0, 3), "matrix": (7, 5), "large": (150_000,)}
 CALLS = 4
@@ -229,3 +227,11 @@ def test_takes_the_mean_of_all_gradients(comm, rank, size, storage, length, take
                 parts = [part(r, step) for r in range(size)]
                 same_bits(found, naive.allreduce(parts))
             meet()
+
+
+@pytest.mark.parametrize("kind", ["accumulator", "optimizer", "reducer", "all"])
+def test_nothing_is_wrong_with_random_operations(comm, monkeypatch, kind):
+    monkeypatch.setattr(soak, "_OPERATIONS", 40)
+    if kind != "all":
+        monkeypatch.setattr(soak, "_KINDS", (getattr(soak, kind),))
+    assert soak.Soak(hpc.group_of(comm), 0.1, 1)() == 0

@@ -1,26 +1,21 @@
 """The admission protocol: writers that do not finish, takes that fail."""
 
-from __future__ import annotations
-
 import pytest
 
 import hpcaccum as hpc
 from hpcaccum import testing
 
-from .acting import (  # noqa: F401
+from .acting import (
     VAIN,
+    WAIT,
     Admitted,
     Background,
-    Broken,
     Take,
-    acc_fixture,
     at,
     close_unreduced,
-    make_fixture,
     same_bits,
     until,
 )
-from .support import WAIT
 
 
 @pytest.mark.ranks(min=2)

@@ -1,7 +1,5 @@
 """Several values that are read from a busy server are of one step."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np
@@ -10,8 +8,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import InvalidArgumentError, WaitTimeoutError, deadline, testing
 
-from .acting import VAIN, until
-from .support import WAIT
+from .acting import VAIN, WAIT, until
 from .training import ONE_SIDED, WRAPPERS, Gate, gives, meet, raised, variable
 
 pytestmark = pytest.mark.any_size

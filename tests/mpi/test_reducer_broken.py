@@ -1,7 +1,5 @@
 """After an exception on one rank, reducers give errors and no wrong sum."""
 
-from __future__ import annotations
-
 from unittest.mock import Mock
 
 import numpy as np
@@ -19,10 +17,9 @@ from hpcaccum.rows import RowExchange
 from hpcaccum.rows import exchange as row_exchange
 
 from ..common import every_pair
-from .acting import interrupted
+from .acting import interrupted, meet
 from .expiring import times_out_without
-from .reducing import ALL, KINDS, ONES, SHAPES, maker_fixture, works  # noqa: F401
-from .support import meet
+from .reducing import ALL, KINDS, ONES, SHAPES, works
 from .training import cross_shard_fixture, gives, raised, variable  # noqa: F401
 
 pytestmark = [pytest.mark.ranks(min=2), pytest.mark.any_size, pytest.mark.own_comm]

@@ -1,7 +1,5 @@
 """Reducer: ranks that arrive late or never, and the reducer after that."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import re
@@ -23,15 +21,7 @@ from hpcaccum.reducer import waiting
 from hpcaccum.spans import Recorder, installed
 
 from .expiring import times_out_without
-from .reducing import (
-    EACH,
-    NODES,
-    ONES,
-    SHAPES,
-    Maker,
-    maker_fixture,  # noqa: F401
-    works,
-)
+from .reducing import EACH, NODES, ONES, SHAPES, Maker
 from .support import for_some_pause
 from .training import meet, raised
 
@@ -116,17 +106,6 @@ def test_a_rank_that_does_not_arrive_is_named(comm, maker, rank, size, which, ca
         )
         assert re.search(wanted, str(error))
         assert "reduction 2 was ended by an exception" in str(again)
-
-
-@EACH
-@pytest.mark.ranks(min=2)
-def test_a_rank_that_is_only_late_is_waited_for(maker, rank, size):
-    reducer = maker(SHAPES)
-    for late in range(size):
-        meet()
-        if rank == late:
-            time.sleep(0.02)
-        works(reducer, size)
 
 
 @EACH

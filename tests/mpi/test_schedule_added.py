@@ -1,29 +1,18 @@
 """A schedule is added by one class, with two methods, and one line in the list."""
 
-from __future__ import annotations
-
 import functools
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from hpcaccum import (
-    Layout,
-    Reducer,
-)
+from hpcaccum import Layout, Reducer
 from hpcaccum.reducer import selection
 from hpcaccum.reducer.schedule import MessageSchedule
 
-from .on_device import empty_like, to_device
-from .reducing import (
-    KINDS,
-    SHAPES,
-    SMALL,
-    Maker,
-)
+from .reducing import KINDS, SHAPES, SMALL, Maker, check, parts_of
 from .test_schedules import SHAPES as VARIED
-from .test_schedules import WAYS, check, parts_of
+from .test_schedules import WAYS
 
 pytestmark = pytest.mark.any_size
 
@@ -106,15 +95,3 @@ def test_its_means_equal_numpy_however_ranks_contribute(maker, rank, size, dtype
         parts = parts_of(VARIED, size, 100 + call, dtype=dtype)
         way = WAYS[(3 * rank + 7 * call) % len(WAYS)]
         check(maker, way(reducer, parts[rank]), parts, dtype)
-
-
-def test_it_reduces_arrays_of_the_device(cp, maker, rank, size):
-    reducer, parts = maker(VARIED), parts_of(VARIED, size, 0, dtype=np.float32)
-    mine, out = to_device(cp, parts[rank]), empty_like(cp, VARIED, np.float32)
-    reducer.reduce(mine, out=out)
-    for name in mine:
-        reducer.start(name, mine[name])
-    reducer.wait(out=mine)
-
-    for found in (out, mine):
-        check(maker, {n: a.get() for n, a in found.items()}, parts, np.float32)

@@ -1,7 +1,5 @@
 """Schedules: sums against NumPy, for all ways to pass gradients and read results."""
 
-from __future__ import annotations
-
 import random
 import time
 
@@ -12,18 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 
-from hpcaccum import summation, worker_threads
-from hpcaccum.reducer import one_shot
-
 from ..common import every_pair
-from .reducing import (
-    ALL,
-    KINDS,
-    SMALL,
-    Maker,
-    drawn,
-    maker_fixture,  # noqa: F401
-)
+from .reducing import ALL, KINDS, SMALL, Maker, check, drawn, parts_of
 from .support import together
 from .training import meet
 
@@ -129,17 +117,6 @@ WAYS = [
 ]
 
 
-def parts_of(shapes, size, *seed, dtype):
-    return [drawn(shapes, rank, *seed, dtype=dtype) for rank in range(size)]
-
-
-def check(maker, found, parts, dtype, **options):
-    assert set(found) == set(parts[0])
-    for name, array in found.items():
-        expected = maker.expected([part[name] for part in parts], dtype, **options)
-        maker.check(array, expected)
-
-
 @ALL
 @pytest.mark.parametrize(
     "dtype", ["float32", "float64", "float16", ml_dtypes.bfloat16], ids=str
@@ -176,55 +153,26 @@ def test_integers_and_booleans_are_converted_to_floats(maker, rank, size):
 
 
 @pytest.mark.parametrize(
-    "maker", ["shared", "staged", "hierarchical", "flat"], indirect=True
+    "maker",
+    [
+        "shared",
+        "staged",
+        "flat",
+        "hierarchical",
+        "hierarchical singles",
+        "hierarchical uneven",
+    ],
+    indirect=True,
 )
 # Elements: of one bucket and of several, with and without a short one, and stripes
 # that are empty or short.
-@pytest.mark.parametrize("length", [1, 257, 3 * 256, 4 * 256 - 1])
+@pytest.mark.parametrize("length", [1, 3, 257, 3 * 256, 4 * 256 - 1])
 def test_any_number_of_buckets(maker, rank, size, length):
     shapes = {"x": (length,)}
     reducer = maker(shapes)
     assert reducer.statistics().buckets == -(-(-(-length // 16) * 16) // 256)
     for call, way in enumerate([copied, in_place, over_itself, copied, one_by_one]):
         parts = parts_of(shapes, size, call, length, dtype=np.float32)
-        check(maker, way(reducer, parts[rank]), parts, np.float32)
-
-
-@pytest.mark.parametrize("maker", ["shared", "staged"], indirect=True)
-def test_threads_share_the_work(maker, rank, size, monkeypatch):
-    shared, share = [], worker_threads.run_pieces
-
-    def watched(act, items, helpers):
-        shared.append(helpers)
-        share(act, items, helpers)
-
-    monkeypatch.setattr(summation, "run_pieces", watched)
-    monkeypatch.setattr(summation, "_SHARED", 60)
-    monkeypatch.setattr(summation, "_SHARE", 20)
-    monkeypatch.setattr(maker.group, "own_cores", 3)
-    shapes = {"x": (700,), "y": (33,), "z": (500,)}
-    reducer = maker(shapes)
-    for call, way in enumerate([copied, in_place, over_itself, one_by_one]):
-        parts = parts_of(shapes, size, call, dtype=np.float32)
-        check(maker, way(reducer, parts[rank]), parts, np.float32)
-
-    assert set(shared) == {2}
-
-
-@pytest.mark.parametrize("maker", ["one-shot"], indirect=True)
-def test_small_arrays_are_reduced_in_one_shot(maker, monkeypatch):
-    monkeypatch.setattr(one_shot, "_MOST_BYTES", 4096)
-    names = [type(maker({"x": (n,)})._schedule).__name__ for n in (1024, 1025)]
-
-    assert names == ["OneShot", "TwoShot"]
-
-
-@ALL
-def test_many_small_arrays(maker, rank, size):
-    shapes = {f"w{n}": (n % 5,) for n in range(90)}
-    reducer = maker(shapes)
-    for call, way in enumerate([copied, in_place, one_by_one]):
-        parts = parts_of(shapes, size, call, dtype=np.float32)
         check(maker, way(reducer, parts[rank]), parts, np.float32)
 
 
@@ -396,17 +344,6 @@ def test_results_stay_until_this_rank_begins_again(maker, rank, size):
                     reducer.start(name, array)
             check(maker, reducer.wait(), after, np.float32)
             found = first(reducer, before[rank])
-
-
-@ALL
-def test_ranks_that_compute_between_starts(maker, rank, size):
-    reducer = maker(SHAPES)
-    for call in range(4):
-        parts = parts_of(SHAPES, size, call, dtype=np.float32)
-        for n, name in enumerate(sorted(SHAPES, reverse=bool((call + rank) % 2))):
-            time.sleep(0.002 * ((n + rank + call) % 3))
-            reducer.start(name, parts[rank][name])
-        check(maker, reducer.wait(), parts, np.float32)
 
 
 # Random layouts and calls

@@ -1,18 +1,13 @@
 """Servers that an exception ends: in a wait they go on, in an update they do not."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import WaitTimeoutError, testing
+from hpcaccum import testing
 from hpcaccum.nodes import Agent
 
-from ..common import same_bits
-from .acting import at, interrupted
-from .on_nodes import group_on_nodes as group_on_nodes
-from .support import meet
+from .acting import at, interrupted, meet, same_bits
 from .training import gives, raised
 
 COUNT = 300
@@ -154,35 +149,3 @@ def test_slots_are_asked_for_again_after_an_interruption(group):
     same_bits(var.value, np.full(count, -2.5))
     meet()
     opt.free()
-
-
-@pytest.mark.parametrize("kind", ["drop_stale", "sync"])
-def test_free_can_be_repeated_after_a_time_limit(group, kind):
-    var = hpc.Variable(np.zeros(COUNT), "w")
-    if kind == "sync":
-        opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), group.size, comm=group)
-    else:
-        opt = hpc.DropStaleGradientOptimizer(hpc.SGD(1.0), 1000, comm=group)
-    opt.initialize([var])
-    # It has words in the same window.
-    other = hpc.ConditionalAccumulator(np.float32, (2,), comm=group)
-    opt.minimize(gives(np.ones(COUNT)))
-    meet()
-    agent, calls = testing.agent_of(group), []
-    remove = agent.remove
-
-    def late(*args):
-        calls.append(args)
-        if len(calls) == 2:
-            raise WaitTimeoutError("on all ranks")
-        return remove(*args)
-
-    agent.remove = late
-    assert type(raised(opt.free)) is WaitTimeoutError
-    opt.free()
-    other.apply_grad(np.ones(2))
-    meet()
-    if group.rank == 0:
-        assert (other.take_grad(group.size) == 1).all()
-    meet()
-    other.free()

@@ -1,7 +1,5 @@
 """A center in parts, each on a server of another node."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np
@@ -9,21 +7,16 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import (
-    DisagreementError,
     InvalidArgumentError,
     WaitTimeoutError,
-    group_of,
     testing,
 )
 from hpcaccum.errors import format_ranks
 from hpcaccum.mpi.job.runtime import MPI
 
-from ..common import same_bits
-from .acting import VAIN, until
-from .on_nodes import group_on_nodes as group_on_nodes
+from .acting import VAIN, meet, same_bits, until
 from .on_nodes import leads, named
-from .support import meet
-from .training import gives, raised, turns
+from .training import ONE_SIDED, gives, raised, turns
 
 SHAPES = {"matrix": (37, 5), "scalar": (), "vector": (600,), "empty": (0,)}
 RULES = {
@@ -148,30 +141,21 @@ def push_in_turn(group, opt, variables, calls):
             meet()
 
 
-def drop_stale(group, variables, servers):
-    rule = hpc.Momentum(0.1, 0.9)
+def drop_stale(rule, _, group, servers):
     return hpc.DropStaleGradientOptimizer(rule, 0, comm=group, servers=servers)
 
 
-def agn(group, variables, servers):
-    getter = hpc.AGNCustomGetter(comm=group)
-    for var in variables:
-        getter.register(var)
-    rule = hpc.Momentum(0.1, 0.9)
-    return hpc.AGNOptimizer(rule, group.size, getter, 2, servers=servers)
+def local_steps(rule, _, group, servers):
+    outer = hpc.Momentum(0.7, 0.9, use_nesterov=True)
+    return hpc.LocalStepsOptimizer(rule, outer, 2, comm=group, servers=servers)
 
 
-def local_steps(group, variables, servers):
-    rules = hpc.Momentum(0.1, 0.9), hpc.Momentum(0.7, 0.9, use_nesterov=True)
-    return hpc.LocalStepsOptimizer(*rules, 2, comm=group, servers=servers)
-
-
-@pytest.mark.parametrize("make", [drop_stale, agn, local_steps])
+@pytest.mark.parametrize("make", [drop_stale, ONE_SIDED["AGN"], local_steps])
 def test_single_gradients_are_applied_in_order(group, make):
     found = []
     for servers in (None, leaders(group)):
         variables = made()
-        opt = make(group, variables, servers)
+        opt = make(hpc.Momentum(0.1, 0.9), variables, group, servers=servers)
         opt.initialize(variables)
         push_in_turn(group, opt, variables, 4)
         step, tally = opt.global_step, opt.statistics()
@@ -364,42 +348,7 @@ def test_auto_is_one_rank_of_each_node_for_large_variables(group):
         opt.free()
 
 
-def test_auto_on_one_node_is_the_host(comm):
-    if not group_of(comm).single_node:
-        pytest.skip("the ranks are on several nodes")
-    var = hpc.Variable(np.zeros(1 << 17), "w")
-    opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), comm.size, comm=comm, servers="auto")
-    opt.initialize([var])
-    assert testing.servers(opt) == (0,)
-    opt.free()
-
-
 # Errors
-
-
-@pytest.mark.parametrize(
-    ("servers", "options", "message"),
-    [
-        ([], {}, "at least one rank"),
-        ([0, 0], {}, "each named once"),
-        ("all", {}, "'auto'"),
-        (1000, {}, "rank of the communicator"),
-        ([0, -1], {}, "rank of the communicator"),
-        ([0], {"host": 1}, "first of servers must be the host"),
-    ],
-)
-@pytest.mark.ranks(min=2)
-def test_wrong_servers_are_refused(comm, servers, options, message):
-    options = {"comm": comm, "servers": servers, **options}
-    with pytest.raises(InvalidArgumentError, match=message):
-        hpc.SyncReplicasOptimizer(hpc.SGD(1.0), 1, **options)
-
-
-@pytest.mark.ranks(min=2)
-def test_ranks_with_different_servers(comm, rank):
-    servers = [0, 1] if rank else [0]
-    with pytest.raises(DisagreementError, match="servers"):
-        hpc.SyncReplicasOptimizer(hpc.SGD(1.0), 1, comm=comm, servers=servers)
 
 
 @pytest.mark.ranks(min=2)
@@ -408,6 +357,8 @@ def test_a_server_needs_ranks_that_train(comm, size):
         hpc.SyncReplicasOptimizer(
             hpc.SGD(1.0), 1, comm=comm, servers=list(range(size)), dedicated=True
         )
+    with pytest.raises(InvalidArgumentError, match="first of servers must be the host"):
+        hpc.SyncReplicasOptimizer(hpc.SGD(1.0), 1, comm=comm, servers=[0], host=1)
 
 
 def test_two_servers_of_one_node_are_refused(group):
@@ -492,3 +443,64 @@ def test_a_wait_that_was_given_up_is_ended_by_free(group, monkeypatch):
     opt.free()
     # One gradient is the mean of those that remain.
     assert (var.value == -1).all()
+
+
+# Servers that are ahead of others
+
+
+def asynchronous(group, rule, **options):
+    """Return a variable of zeros, its optimizer, and its servers, on all nodes."""
+    var, servers = hpc.Variable(np.zeros(600), "w"), leaders(group)
+    opt = hpc.DropStaleGradientOptimizer(
+        rule, 1000, comm=group, servers=servers, **options
+    )
+    opt.initialize([var])
+    return var, opt, servers
+
+
+@pytest.mark.parametrize("slow", [0, -1], ids=["host", "last"])
+def test_a_pause_is_between_two_updates_of_all_servers(group, slow):
+    with testing.limits(piece=64):
+        var, opt, servers = asynchronous(group, hpc.Adagrad(1.0, 0.5))
+        if group.rank == servers[slow]:
+            # Those of other nodes are ahead of this one, by several updates.
+            testing.before_updates(opt, lambda: time.sleep(0.002)).start()
+        meet()
+        for call in range(10):
+            opt.minimize(gives(np.full(600, (-1.0) ** call)))
+            if group.rank == servers[0]:
+                with opt.paused() as step:
+                    # The host's own part, as it is, and all parts.
+                    [mine] = opt.variables()
+                    assert (mine.value == 0.5 + step).all()
+                    assert (opt.get_slot(var, "accumulator").value == 0.5 + step).all()
+                    assert opt.global_step == step
+        meet()
+        opt.free()
+    # A gradient of one step was not mixed with that of another one.
+    assert len(np.unique(var.value)) == 1
+
+
+def test_what_is_called_after_an_update_is_called_before_the_next_one(group):
+    if len(group.nodes) == group.size:
+        pytest.skip("no rank is left to train")
+    var, opt, servers = asynchronous(group, hpc.SGD(1.0), dedicated=True)
+    steps, centers = [], []
+
+    def after_update(step):
+        steps.append(step)
+        centers.append(opt.center([var])[0])
+
+    meet()
+    if leads(group):
+        opt.serve(after_update if group.rank == servers[0] else None)
+    else:
+        for _ in range(5):
+            opt.minimize(gives(-np.ones(600)))
+        opt.leave()
+    meet()
+    opt.free()
+    if group.rank == servers[0]:
+        assert steps == [*range(1, 5 * (group.size - len(servers)) + 1)]
+        for step, center in zip(steps, centers, strict=True):
+            assert (center == step).all()

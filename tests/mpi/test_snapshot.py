@@ -1,7 +1,5 @@
 """Snapshots of optimizers that exchange gradients, and the runs that they continue."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import threading
@@ -16,8 +14,6 @@ from hpcaccum import InvalidArgumentError, group_of
 from hpcaccum.optimizers import center
 
 from ..common import same_bits
-from .on_nodes import group_on_nodes as group_on_nodes
-from .support import WAIT
 from .training import ONE_SIDED, WRAPPERS, gives, meet, raised, turns, variable
 
 pytestmark = pytest.mark.any_size
@@ -30,11 +26,6 @@ RULES = {
 }
 SHAPES = {"w": (37,), "m": (5, 3), "s": ()}
 CALLS = 6
-
-
-@pytest.fixture(autouse=True)
-def limit(monkeypatch):
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
 
 
 def fresh(value=1.0, dtype=np.float32):
@@ -97,12 +88,7 @@ def train(kind, rule, comm, stops, size):
             snapshot = of_host(opt, comm)
             opt.free()
             opt, own = continued(kind, rule, comm, snapshot)
-        if kind in ("CrossShard", "SyncReplicas"):
-            receipts.append(step(opt, own, comm.rank, call))
-        else:
-            receipts += turns(
-                range(size), functools.partial(newest_step, opt, own, comm.rank, call)
-            )
+        receipts += go_on(kind, opt, own, comm, [call])
     found = of_host(opt, comm)
     opt.free()
     return found, receipts, [var.value for var in own]
@@ -193,29 +179,44 @@ def test_a_snapshot_after_the_end_is_the_last_one(comm, rank, kind):
 
 @pytest.mark.parametrize("kind", ["SyncReplicas", "DropStale"])
 def test_a_snapshot_is_of_one_step_while_others_push(comm, rank, kind, monkeypatch):
-    kept_state = center.kept_state
+    kept_state, snapshot_of = center.kept_state, center.snapshot_of
 
-    def slowly(*args):
-        time.sleep(0.002)
-        return kept_state(*args)
+    def slowly(call):
+        def run(*args):
+            time.sleep(0.002)
+            return call(*args)
 
-    def copied_slowly(*args):
-        time.sleep(0.002)
-        return snapshot_of(*args)
+        return run
 
-    snapshot_of = center.snapshot_of
     # Between the copies of the variables and of the slots.
-    monkeypatch.setattr(center, "kept_state", slowly)
-    monkeypatch.setattr(center, "snapshot_of", copied_slowly)
-    own, done = fresh(0.0), threading.Event()
+    monkeypatch.setattr(center, "kept_state", slowly(kept_state))
+    monkeypatch.setattr(center, "snapshot_of", slowly(snapshot_of))
+    own = fresh(0.0)
     opt = WRAPPERS[kind](hpc.Momentum(1.0, 1.0), own, comm)
-    opt.initialize(own)
-    found = []
+    found = watched(opt, own, rank)
+    if rank == 0:
+        assert len({each["global_step"] for each in found}) > 1
+
+
+@pytest.mark.ranks(min=2)
+def test_a_snapshot_of_several_servers_is_of_one_step(group):
+    own, servers = fresh(0.0), [0, group.nodes[-1][0]]
+    opt = hpc.SyncReplicasOptimizer(
+        hpc.Momentum(1.0, 1.0), group.size, comm=group, servers=servers
+    )
+    found = watched(opt, own, group.rank)
+    assert group.rank > 0 or found
+
+
+def watched(opt, own, rank):
+    """Train with gradients of 1; check and return snapshots of rank 0 meanwhile."""
+    done, found = threading.Event(), []
 
     def watch():
         while not done.is_set():
             found.append(opt.snapshot())
 
+    opt.initialize(own)
     watcher = threading.Thread(target=watch, daemon=True)
     meet()
     if rank == 0:
@@ -227,11 +228,9 @@ def test_a_snapshot_is_of_one_step_while_others_push(comm, rank, kind, monkeypat
     if rank == 0:
         watcher.join()
     opt.free()
-
     for each in found:
         check_count(each)
-    if rank == 0:
-        assert len({each["global_step"] for each in found}) > 1
+    return found
 
 
 def check_count(snapshot):
@@ -355,39 +354,6 @@ def test_shard_groups_restore_their_own(comm, rank, size):
     same(again, snapshot)
 
 
-def test_other_variables_than_those_in_use_are_refused(comm, rank):
-    own, others = fresh(), fresh(7.0)
-    with hpc.CrossShardOptimizer(hpc.SGD(0.1), comm=comm) as opt:
-        step(opt, own, rank, 0)
-        error = raised(opt.restore, opt.snapshot(), others)
-
-    assert type(error) is InvalidArgumentError
-    assert "was initialized without this variable 'w'" in str(error)
-    assert (others[0].value == 7).all()
-
-
-@pytest.mark.ranks(min=2)
-def test_a_restored_slot_is_seen_on_all_ranks_of_a_group(comm, rank):
-    own = fresh()
-    opt = hpc.CrossShardOptimizer(hpc.Momentum(0.1, 0.9), comm=comm)
-    step(opt, own, rank, 0)
-    snapshot = opt.snapshot()
-    opt.free()
-    new = fresh()
-    opt = hpc.CrossShardOptimizer(hpc.Momentum(0.1, 0.9), comm=comm)
-    opt.restore(snapshot if rank == 0 else None, new)
-    first = opt.get_slot(new[0], "momentum").value.copy()
-    # Also while it is in use.
-    step(opt, new, rank, 1)
-    opt.restore(snapshot if rank == 0 else None)
-    again = opt.snapshot()
-    opt.free()
-
-    expected = meet(snapshot)[0]
-    same_bits(first, expected["state"]["w"]["momentum"])
-    same(again, expected)
-
-
 def spoiled(snapshot, **changes):
     return {**snapshot, **changes}
 
@@ -485,14 +451,16 @@ def test_counts_that_cannot_be_read_are_refused(comm, rank):
 
 
 def go_on(kind, opt, own, comm, calls):
-    """Make steps whose result is the same each time."""
+    """Make steps whose result is the same each time; return the receipts."""
+    receipts = []
     for call in calls:
         if kind in ("CrossShard", "SyncReplicas"):
-            step(opt, own, comm.rank, call)
+            receipts.append(step(opt, own, comm.rank, call))
         else:
             act = functools.partial(newest_step, opt, own, comm.rank, call)
-            turns(range(comm.size), act)
+            receipts += turns(range(comm.size), act)
     meet()
+    return receipts
 
 
 @pytest.mark.parametrize(
@@ -580,21 +548,6 @@ def test_a_snapshot_that_does_not_fit_leaves_an_optimizer_in_use(comm, rank, kin
             same(before, after)
 
 
-def test_a_snapshot_of_cross_shard_starts_a_server(comm, rank):
-    own = fresh()
-    with hpc.CrossShardOptimizer(hpc.Adam(0.1), comm=comm) as opt:
-        step(opt, own, rank, 0)
-        snapshot = opt.snapshot()
-    opt, new = continued("SyncReplicas", "Adam", comm, snapshot)
-    again = of_host(opt, comm)
-    opt.free()
-
-    same_bits(new[0].value, own[0].value)
-    if rank == 0:
-        same(again["state"], snapshot["state"])
-        assert again["global_step"] == 1
-
-
 # Several servers
 
 
@@ -607,38 +560,6 @@ def serving(group, rule, servers, snapshot=None):
     else:
         opt.restore(snapshot if group.rank == servers[0] else None, own)
     return opt, own
-
-
-@pytest.mark.ranks(min=2)
-def test_a_snapshot_of_several_servers_is_of_one_step(group):
-    own, done, found = fresh(0.0), threading.Event(), []
-    opt = hpc.SyncReplicasOptimizer(
-        hpc.Momentum(1.0, 1.0), group.size, comm=group, servers=[0, last_leader(group)]
-    )
-    opt.initialize(own)
-
-    def watch():
-        while not done.is_set():
-            found.append(opt.snapshot())
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    if group.rank == 0:
-        watcher.start()
-    ones = [np.ones(var.shape, var.dtype) for var in own]
-    for _ in range(20):
-        opt.minimize(gives(*ones), var_list=own)
-    done.set()
-    if group.rank == 0:
-        watcher.join()
-    opt.free()
-
-    for each in found:
-        check_count(each)
-    assert group.rank > 0 or found
-
-
-def last_leader(group):
-    return group.nodes[-1][0]
 
 
 class Doubled(hpc.Momentum):

@@ -1,7 +1,5 @@
 """SparseConditionalAccumulator: one operation at a time, each on another rank."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np
@@ -12,9 +10,8 @@ from mpi4py import MPI
 
 import hpcaccum as hpc
 
-from .acting import Makers, Take, at, everywhere, meet, same_bits
-from .on_nodes import group_on_nodes  # noqa: F401
-from .support import WAIT, together
+from .acting import WAIT, Makers, Take, at, everywhere, meet, same_bits
+from .support import together
 
 pytestmark = pytest.mark.any_size
 
@@ -52,33 +49,6 @@ def check(taken, indices, values, dtype="float64", rows=10):
 def filled(*rows):
     """Return rows of two with one number each."""
     return np.repeat(np.array(rows, float).reshape(-1, 1), 2, 1)
-
-
-def test_sum_is_not_divided(make):
-    acc = make(reduction_type="SUM")
-    for rank in range(3):
-        at(rank, acc.apply_grad, [rank, 9], filled(1, rank))
-
-    check(at(0, acc.take_grad, 3, timeout=WAIT), [0, 1, 2, 9], [1, 1, 1, 3])
-
-
-# Where TensorFlow adds incorrectly.
-UNSORTED = [
-    ([([1, 1], [1, 3]), ([1, 1], [10, 20])], [1], [17]),
-    ([([1], [1]), ([1, 1], [10, 20])], [1], [15.5]),
-    ([([3, 0], [1, 2]), ([0, 3], [10, 20])], [0, 3], [6, 10.5]),
-    ([([0, 3], [1, 2]), ([3, 0], [10, 20])], [0, 3], [10.5, 6]),
-    ([([3, 0, 2], [1, 2, 3])], [0, 2, 3], [2, 3, 1]),
-]
-
-
-@pytest.mark.parametrize(("grads", "indices", "values"), UNSORTED)
-@pytest.mark.parametrize("same_rank", [False, True])
-def test_unsorted_and_repeated_rows_are_added(acc, grads, indices, values, same_rank):
-    for rank, (rows, numbers) in enumerate(grads):
-        at(0 if same_rank else rank, acc.apply_grad, rows, filled(*numbers))
-
-    check(at(1, acc.take_grad, len(grads), timeout=WAIT), indices, values)
 
 
 def test_stale_gradient_is_dropped_and_not_checked(acc):

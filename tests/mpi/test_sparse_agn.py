@@ -1,7 +1,5 @@
 """Sparse variables with AGN: against whole gradients, bit for bit, and formulas."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -12,14 +10,7 @@ from hpcaccum import testing
 
 from ..common import same_bits
 from ..lazy_rules import MAKERS, LazyRule
-from .support import meet
-from .training import (
-    copies_fixture,  # noqa: F401
-    gives,
-    raised,
-    turns,
-    variable,
-)
+from .training import gives, meet, raised, turns, variable
 
 pytestmark = pytest.mark.any_size
 
@@ -28,21 +19,17 @@ INVALID = hpc.InvalidArgumentError
 
 
 @pytest.fixture
-def make(comm):
-    """Make optimizers, which are freed after the test."""
-    made = []
+def make(comm, keep):
+    """Return a function that makes an optimizer."""
 
     def one(period, variables, inner=None, host=0, **options):
         getter = hpc.AGNCustomGetter(comm=comm, host=host)
         for var in variables:
             getter.register(var)
         inner = hpc.SGD(1.0) if inner is None else inner
-        made.append(hpc.AGNOptimizer(inner, 1, getter, period, **options))
-        return made[-1]
+        return keep(hpc.AGNOptimizer(inner, 1, getter, period, **options))
 
-    yield one
-    for opt in made:
-        opt.free()
+    return one
 
 
 def table(dtype="f8", name="w", **options):
@@ -152,29 +139,6 @@ def test_local_steps_and_pushes_are_those_of_the_formulas(make, rank, size, rule
     np.testing.assert_allclose(opt.center(w), center.value, 1e-9, 1e-12)
 
 
-def test_by_hand(make, rank, size):
-    w = table()
-    opt = make(3, [w])
-    opt.initialize()
-
-    def act(turn):
-        opt.minimize(gives(rows(2 * (turn % 2), 5, value=turn + 1.0)))
-        return [v[:6, 0, 0].tolist() for v in (w.value, opt.center(w))]
-
-    found = turns([size - 1] * 4, act)
-    mean = [-4 / 3, 0, -2 / 3, 0, 0, -2]
-    np.testing.assert_allclose([center for _, center in found[2:]], [mean] * 2)
-    np.testing.assert_allclose(
-        [local for local, _ in found],
-        [
-            [-1, 0, 0, 0, 0, -1],
-            [-1, 0, -2, 0, 0, -3],
-            mean,
-            [-4 / 3, 0, -2 / 3 - 4, 0, 0, -6],
-        ],
-    )
-
-
 def test_arrays_of_a_gradient_may_be_written_afterwards(make, rank, size):
     w = table()
     opt = make(2, [w])
@@ -264,55 +228,6 @@ def test_a_wrong_gradient_changes_nothing(make, rank, size, problem):
     assert w.value[1, 0, 0] == b.value == -size
 
 
-class Interrupted(hpc.SGD):
-    """SGD that is interrupted after an update if ``now`` is set."""
-
-    now = False
-
-    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
-        super().apply_gradients(grads_and_vars, global_step, name)
-        if self.now:
-            self.now = False
-            raise KeyboardInterrupt
-
-    def _needs_for_rows(self):
-        return None
-
-
-def test_after_an_interrupted_step_all_rows_are_pulled(make, rank, size):
-    w, inner = table(), Interrupted(1.0)
-    opt = make(2, [w], inner)
-    opt.initialize()
-
-    def act(_):
-        opt.minimize(gives(rows(1)))
-        # Its update is not undone, and it is in no sum.
-        inner.now = True
-        with pytest.raises(KeyboardInterrupt):
-            opt.minimize(gives(rows(9)))
-        assert w.value[9, 0, 0] == -1
-        opt.minimize(gives(rows(1)))
-        return w.value[[1, 9], 0, 0].tolist()
-
-    found = turns(range(size), act)
-    assert found == [[-turn - 1, 0] for turn in range(size)]
-
-
-def test_an_interrupted_pull_is_repeated_as_a_whole(make, size):
-    w = table()
-    opt = make(1, [w])
-    opt.initialize()
-
-    def act(_):
-        with testing.interrupt_pulls("w"), pytest.raises(KeyboardInterrupt):
-            opt.minimize(gives(rows(1)))
-        opt.minimize(gives(rows(2)))
-        return w.value[:4, 0, 0].tolist(), float(w.value.sum())
-
-    found = turns(range(size), act)
-    assert found == [([0, -n, -n, 0], -12.0 * n) for n in range(1, size + 1)]
-
-
 def test_init_op_takes_the_center_and_forgets_the_sums(make, rank, size):
     w = table()
     opt = make(2, [w])
@@ -329,24 +244,6 @@ def test_init_op_takes_the_center_and_forgets_the_sums(make, rank, size):
     found = turns(range(size), act)
     # Only the second gradient of each is pushed, as half of a sum.
     assert found == [([0, -n, 0, 0], [0, -n - 1, 0, 0]) for n in range(size)]
-
-
-@pytest.mark.parametrize("host", ["first", "last"])
-def test_all_push_and_nothing_is_lost(make, rank, size, host):
-    w = table(capacity=3)
-    opt = make(2, [w], host=0 if host == "first" else size - 1)
-    for call in range(20):
-        receipt = opt.minimize(gives(rows(3, 7, 10 + rank)))
-        assert receipt.sent == (call % 2 == 1)
-        if receipt.sent:
-            assert w.value[3, 0, 0] == w.value[7, 1, 2] == -testing.own_step(opt)
-            assert w.value[10 + rank, 0, 0] == -(call + 1) / 2
-    meet()
-    opt.free()
-    found = -w.value[:, 0, 0]
-    assert found[3] == found[7] == 10 * size
-    assert found[10 : 10 + size].tolist() == [10] * size
-    assert opt.statistics().accepted == (10,) * size
 
 
 def test_a_run_continues_from_a_snapshot(make, rank, size):
@@ -367,18 +264,6 @@ def test_a_run_continues_from_a_snapshot(make, rank, size):
     for each in (opt, other):
         turns(range(size), lambda _, each=each: act(each, range(2, 4)))
     same_bits(opt.center(first), other.center(second))
-
-
-def test_gradients_that_are_not_finite_make_no_local_step(make, rank, size):
-    w = table()
-    opt = make(2, [w], on_nonfinite="drop")
-    opt.initialize()
-    assert opt.minimize(gives(rows(4, value=np.nan))).nonfinite
-    assert not w.value.any()
-    for _ in range(2):
-        opt.minimize(gives(rows(4)))
-    opt.free()
-    assert w.value[4, 0, 0] == -size
 
 
 def test_a_getter_makes_sparse_variables(comm, rank, size):

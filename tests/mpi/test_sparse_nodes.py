@@ -1,7 +1,5 @@
 """Sparse variables on a server with ranks on several nodes: what agents exchange."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -10,9 +8,7 @@ from hpcaccum import testing
 
 from ..common import same_bits
 from ..lazy_rules import LazyRule
-from .on_nodes import group_on_nodes  # noqa: F401
-from .support import meet
-from .training import ONE_SIDED, gives, turns, variable
+from .training import ONE_SIDED, gives, meet, turns, variable
 
 ROWS, USED = 160, 30
 # The rows of a gradient take less, or more, than what an agent sends first.

@@ -1,23 +1,17 @@
 """Optimizers that exchange IndexedSlices, against sums of whole gradients."""
 
-from __future__ import annotations
-
 import re
 import time
-import weakref
 
 import numpy as np
 import pytest
 
 import hpcaccum as hpc
 from hpcaccum import Reduction
-from hpcaccum.rows import RowExchange, RowFormat
 from hpcaccum.rows import exchange as row_exchange
-from hpcaccum.rows.sums import distinct
 
 from ..common import every_pair
-from .acting import meet, same_bits, until
-from .on_nodes import group_on_nodes  # noqa: F401
+from .acting import meet, same_bits
 from .training import ONE_SIDED, gives, raised, variable
 
 pytestmark = pytest.mark.any_size
@@ -34,20 +28,14 @@ def way(request, monkeypatch):
 
 
 @pytest.fixture
-def make(comm, way):
-    """Make optimizers, which are freed after the test."""
-    made = []
+def make(comm, way, keep):
+    """Return a function that makes an optimizer."""
 
     def one(rule=None, *args, **options):
-        opt = hpc.CrossShardOptimizer(
-            rule or hpc.SGD(1.0), *args, **{"comm": comm, **options}
-        )
-        made.append(opt)
-        return opt
+        rule = rule or hpc.SGD(1.0)
+        return keep(hpc.CrossShardOptimizer(rule, *args, **{"comm": comm, **options}))
 
-    yield one
-    for opt in made:
-        opt.free()
+    return one
 
 
 def table(dtype="f8", name="w", sparse=True):
@@ -92,20 +80,6 @@ def test_sum_is_that_of_whole_gradients(make, rank, size, reduction, halves, dty
     assert len(set(meet(w.value.tobytes()))) == 1
 
 
-def test_all_kinds_of_gradients_in_one_call(make, rank, size):
-    w, v, b = table("f4"), table("f8", "v"), variable(np.zeros(4), "f2", "b")
-    opt = make()
-    for step in range(2):
-        loss = gives(slices_of(rank, step, "f4"), slices_of(rank, 7), np.ones(4, "f2"))
-        receipt = opt.minimize(loss, var_list=[w, v, b])
-        assert (receipt.accepted, receipt.global_step) == (True, step)
-
-    expected = sum_of(range(size)) + sum_of(range(size), 1)
-    np.testing.assert_allclose(w.value, -expected / size, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(v.value, -2 * sum_of(range(size), 7) / size, rtol=1e-12)
-    same_bits(b.value, np.full(4, -2, "f2"))
-
-
 def test_the_inner_optimizer_gets_rows(make, rank):
     w, opt = table(), make(hpc.Adam(0.5))
     opt.minimize(gives(hpc.IndexedSlices(np.ones((1, *ROW)), [0])), var_list=[w])
@@ -134,25 +108,9 @@ def test_memory_is_not_for_whole_gradients(make, size):
     opt.initialize([w, b])
 
     assert list(opt.gradient_arrays()) == ["b"]
-    assert {n: a.shape for n, a in opt._shard.reducer.arrays().items()} == {
-        # Each rank has its weight, and the number of its rows.
-        "w": (size, 2),
-        "b": (2,),
-    }
     rule = hpc.SGD(1)
     rule.initialize([w])
     assert rule.gradient_arrays() == {}
-
-
-def test_gradients_without_any_row(make, size):
-    w, opt = table(), make()
-    opt.minimize(gives(hpc.IndexedSlices(np.ones((0, *ROW)), [])), var_list=[w])
-    empty = hpc.Variable(np.zeros((3, 0)), "empty", sparse=True)
-    other = make(name="other")
-    other.minimize(gives(hpc.IndexedSlices(np.ones((2, 0)), [1, 1])), var_list=[empty])
-
-    assert (opt.global_step, other.global_step) == (1, 1)
-    assert not w.value.any()
 
 
 @pytest.mark.ranks(min=2)
@@ -201,35 +159,6 @@ def test_rows_that_are_not_finite_are_dropped(make, rank, size, halves):
     assert opt.global_step == (size > 1)
 
 
-WRONG = {
-    "array": (np.zeros((ROWS, *ROW)), TypeError, "sparse, must be an IndexedSlices"),
-    "row": (
-        hpc.IndexedSlices(np.ones((1, *ROW)), [ROWS]),
-        hpc.InvalidArgumentError,
-        "gradient of 'w': indices must be in 0 to 8, got 9",
-    ),
-    "none": (None, hpc.DisagreementError, "must be the same on all"),
-}
-
-
-@pytest.mark.parametrize("initialized", [False, True])
-def test_wrong_gradient_of_one_rank_is_an_error_on_all(make, rank, size, initialized):
-    w, b, opt = table(), variable(name="b"), make()
-    if initialized:
-        opt.initialize([w, b])
-    for wrong, error, text in WRONG.values():
-        if wrong is None and size == 1:
-            continue  # it agrees with itself
-        grad = wrong if rank == size - 1 else slices_of(rank)
-        with pytest.raises(error, match=text):
-            opt.apply_gradients([(grad, w), (1.0, b)])
-        assert not w.value.any()
-        assert b.value == 0
-
-    opt.apply_gradients([(slices_of(rank), w), (1.0, b)])
-    np.testing.assert_allclose(w.value, -sum_of(range(size)))
-
-
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("fails_at", [1, 2], ids=["to send", "to receive"])
 def test_a_rank_without_memory_does_not_hang_the_others(
@@ -257,53 +186,6 @@ def test_a_rank_without_memory_does_not_hang_the_others(
     np.testing.assert_allclose(w.value, -sum_of(range(size)) / size)
 
 
-def exchange_of(comm, call, exchange, rows):
-    """Make one exchange, with MPI's sum in the place of the reduction."""
-    marks = exchange.offer({"w": rows}, call)
-    return exchange.collect({"w": sum(meet(marks["w"]))}, call)["w"]
-
-
-@pytest.mark.own_comm  # which is not freed, as an exchange is under way
-def test_memory_of_an_interrupted_exchange_is_kept(comm, size, monkeypatch):
-    monkeypatch.setattr(row_exchange, "_MOST_BYTES", 0)
-    formats = {"w": RowFormat(3, 2, np.dtype("f8"))}
-    marks = {"w": np.zeros((size, 2), np.float32)}
-    exchange = RowExchange(hpc.group_of(comm), formats, marks, "exchange")
-    rows = distinct(np.arange(3), np.ones((3, 2)), np.dtype("f8"))
-    assert exchange_of(comm, 1, exchange, rows).indices.tolist() == [0, 1, 2]
-    if size == 1:
-        exchange.free()
-        pytest.skip("nothing travels")
-    received, exchange._received[:] = weakref.ref(exchange._received), 0
-
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(row_exchange.Deadline, "wait", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            exchange_of(comm, 2, exchange, rows)
-    assert exchange.broken
-    del exchange
-    # The exchange goes on whenever MPI is called.
-    indices = [part[:24].view(np.int64) for part in np.split(received(), size)]
-    until(lambda: not comm.Iprobe() and all(i.tolist() == [0, 1, 2] for i in indices))
-    meet()
-
-
-def test_steps_exchange_nothing_else(make, rank, size):
-    w, opt = table(), make()
-    # The first ones make room.
-    for step in range(2):
-        opt.minimize(gives(slices_of(2 * rank, step)), var_list=[w])
-    control = opt._group.control
-    before = control._number
-    for step in range(2, 9):
-        opt.minimize(gives(slices_of(rank, step)), var_list=[w])
-
-    assert control._number == before
-
-
 @pytest.mark.parametrize("reduction", [Reduction.MEAN, Reduction.SUM])
 def test_rows_may_have_any_number(comm, rank, size, reduction, monkeypatch):
     """Some fit in the memory of the node on some ranks only, some need more room."""
@@ -325,20 +207,6 @@ def test_rows_may_have_any_number(comm, rank, size, reduction, monkeypatch):
 
     np.testing.assert_array_equal(w.value, expected)
     assert len(set(v.value[:, 0].tolist())) == 1
-
-
-def test_ranks_may_pass_variables_in_any_order(make, rank, size):
-    w, v, b = table(), table("f4", "v"), variable(name="b")
-    opt = make(None, Reduction.SUM)
-    opt.initialize([w, v, b])
-    for step in range(2):
-        pairs = [(slices_of(rank, step), w), (slices_of(rank + 2), v), (1.0, b)]
-        opt.apply_gradients(pairs[:: -1 if rank % 2 else 1])
-
-    np.testing.assert_array_equal(
-        -w.value, sum_of(range(size)) + sum_of(range(size), 1)
-    )
-    np.testing.assert_array_equal(-v.value, 2 * sum_of(range(2, size + 2)))
 
 
 def test_a_slow_rank_reads_the_rows_of_its_own_step(make, rank, size):
@@ -374,17 +242,6 @@ def test_ranks_must_agree_which_variables_are_sparse(make, rank):
 
 
 @pytest.mark.ranks(min=2)
-def test_rows_of_ranks_on_several_nodes(group, rank):
-    w = table()
-    with hpc.CrossShardOptimizer(hpc.SGD(1.0), Reduction.SUM, comm=group) as opt:
-        for step in range(2):
-            opt.minimize(gives(slices_of(rank, step)), var_list=[w])
-
-    expected = sum_of(range(group.size)) + sum_of(range(group.size), 1)
-    np.testing.assert_allclose(w.value, -expected)
-
-
-@pytest.mark.ranks(min=2)
 def test_several_servers_refuse_sparse_variables(group):
     w, b = table(), variable(name="b")
     servers = [ranks[0] for ranks in group.nodes]
@@ -393,31 +250,6 @@ def test_several_servers_refuse_sparse_variables(group):
         with pytest.raises(hpc.InvalidArgumentError, match=text):
             opt.initialize([w, b])
         opt.initialize([b])
-
-
-@pytest.mark.parametrize(
-    ("kind", "inner", "weight"),
-    [
-        ("SyncReplicas", hpc.SGD(1.0), 1),
-        ("SyncReplicas", hpc.Momentum(1.0, 0.5), 1.5),
-        ("DropStale", hpc.SGD(1.0), 1),
-    ],
-)
-def test_a_server_gets_an_array(comm, rank, size, kind, inner, weight):
-    w, b = table(sparse=False), variable(np.zeros(2), name="b")
-    with ONE_SIDED[kind](inner, [w, b], comm) as opt:
-        opt.initialize([w, b])
-        for step in range(2):
-            loss = gives(slices_of(rank, step), np.ones(2))
-            assert opt.minimize(loss, var_list=[w, b])
-            meet()
-        center = opt.center(w)
-
-    first, second = (sum_of(range(size), step) for step in range(2))
-    updates = size if kind == "SyncReplicas" else 1
-    # The momentum moves all rows that the first gradients have.
-    expected = -(weight * first + second) / updates
-    np.testing.assert_allclose(center, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -440,33 +272,6 @@ def test_gradients_may_lie_in_memory_of_the_server(comm, both):
         meet()
         assert opt.center(w)[:3, 0, 0].tolist() == [0, -1, -2]
         assert opt.center(v)[[0, 8], 1, 1].tolist() == [0, -5]
-
-
-def test_agn_updates_rows_and_pushes_an_array(comm, size):
-    getter = hpc.AGNCustomGetter(comm=comm)
-    w = hpc.get_variable("w", np.zeros((ROWS, *ROW)), custom_getter=getter)
-    with hpc.AGNOptimizer(hpc.Momentum(1.0, 0.5), size, getter, 3) as opt:
-        opt.initialize()
-        for step in range(2):
-            opt.minimize(gives(hpc.IndexedSlices(np.ones((2, *ROW)), [step, step])))
-        # The momentum of the first row did not move it again.
-        assert (w.value[:2] == -2).all()
-        assert not w.value[2:].any()
-        opt.minimize(gives(np.ones((ROWS, *ROW))))
-        meet()
-        for _ in range(3):
-            opt.minimize(gives(hpc.IndexedSlices(np.ones((1, *ROW)), [5])))
-        meet()
-        center = opt.center(w)
-
-    first, second = np.full((ROWS, *ROW), 1 / 3), np.zeros((ROWS, *ROW))
-    first[:2] += 2 / 3
-    second[5] = 1
-    momentum, expected = 0, 0
-    for pushed in [first] * size + [second] * size:
-        momentum = 0.5 * momentum + pushed
-        expected = expected - momentum
-    np.testing.assert_allclose(center, expected)
 
 
 def test_sparse_variables_have_rows():
@@ -541,17 +346,3 @@ def test_slices_of_sparse_variables_may_be_on_a_device(
     clipped, norm = hpc.clip_by_global_norm(opt.compute_gradients(loss, [w]), 1e-3)
     assert norm > 1e-3
     opt.apply_gradients(clipped)
-
-
-def test_wrong_slices_of_one_rank_on_a_device_are_an_error_everywhere(
-    cp, make, rank, size
-):
-    w, row = table("f4"), cp.ones((1, *ROW), np.float32)
-    opt = make()
-    opt.initialize([w])
-    bad = hpc.IndexedSlices(row, cp.asarray([ROWS if rank == size - 1 else 0]))
-    error = raised(opt.apply_gradients, [(bad, w)])
-
-    assert type(error) is hpc.InvalidArgumentError
-    assert "indices must be in 0 to 8, got 9" in str(error)
-    assert not w.value.any()

@@ -1,7 +1,5 @@
 """Sparse variables on a parameter server, against plain formulas on the rows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -11,15 +9,7 @@ from hpcaccum import testing
 
 from ..common import every_pair, same_bits
 from ..lazy_rules import MAKERS, LazyRule
-from .support import meet
-from .training import (
-    Gate,
-    copies_fixture,  # noqa: F401
-    gives,
-    raised,
-    turns,
-    variable,
-)
+from .training import Gate, gives, meet, raised, variable
 
 pytestmark = pytest.mark.any_size
 
@@ -30,21 +20,17 @@ INVALID = hpc.InvalidArgumentError
 
 
 @pytest.fixture
-def make(comm):
-    """Make optimizers, which are freed after the test."""
-    made = []
+def make(comm, keep):
+    """Return a function that makes an optimizer."""
 
     def one(kind, rule, *args, **options):
         cls = {
             "sync": hpc.SyncReplicasOptimizer,
             "stale": hpc.DropStaleGradientOptimizer,
         }[kind]
-        made.append(cls(rule, *args, comm=comm, **options))
-        return made[-1]
+        return keep(cls(rule, *args, comm=comm, **options))
 
-    yield one
-    for opt in made:
-        opt.free()
+    return one
 
 
 def table(dtype="f8", name="w", **options):
@@ -126,22 +112,6 @@ def test_updates_with_each_gradient_in_time(make, rank, rule, staleness):
     same_bits(w.value, center)
     accepted = [sum(map(bool, of_rank)) for of_rank in receipts]
     assert list(opt.statistics().accepted) == accepted
-
-
-@pytest.mark.ranks(min=2)
-def test_a_stale_gradient_changes_no_variable(make, rank, size):
-    w, b = table(), variable(np.zeros(1), name="b")
-    opt = make("stale", hpc.SGD(1.0), 0)
-    one = hpc.IndexedSlices(np.ones((1, *ROW)), [3])
-    pairs = opt.compute_gradients(gives(one, np.ones(1)), [w, b])
-    meet()
-    receipts = turns(range(size), lambda _: opt.apply_gradients(pairs))
-
-    assert [bool(receipt) for receipt in receipts] == [True] + [False] * (size - 1)
-    assert [receipt.lag for receipt in receipts[1:]] == [1] * (size - 1)
-    for each in (opt.center(w), w.value):
-        assert each.sum() == each[3].sum() == -6
-    assert opt.center(b) == -1
 
 
 @pytest.mark.parametrize(("rule", "kind"), [("SGD", "stale"), ("Adagrad", "sync")])
@@ -397,27 +367,6 @@ def test_ranks_leave_one_after_the_other(make, rank, size):
         model.update(*mean_of([drawn(r, call) for r in range(call, size)]))
     close(w.value, 2 * model.value)
     assert opt.global_step == size
-
-
-@pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("kind", ["sync", "stale"])
-def test_a_dedicated_server(make, rank, size, kind):
-    w, model = table(capacity=12), LazyRule("SGD", np.zeros((ROWS, *ROW)))
-    limit = size - 1 if kind == "sync" else 10**6
-    opt = make(kind, hpc.SGD(0.5), limit, dedicated=True, host=size - 1)
-    opt.initialize([w])
-    if rank == size - 1:
-        opt.serve()
-    else:
-        for call in range(CALLS):
-            opt.minimize(gives(drawn(rank, call)))
-        opt.leave()
-    opt.free()
-
-    for call in range(CALLS):
-        gradients = [drawn(r, call) for r in range(size - 1)]
-        model.update(*mean_of(gradients, 1 if kind == "stale" else None))
-    close(w.value, model.value)
 
 
 @pytest.mark.parametrize("kind", ["sync", "stale"])

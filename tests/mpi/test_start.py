@@ -1,7 +1,5 @@
 """The start of training: equal values on all ranks, dtypes that can be exchanged."""
 
-from __future__ import annotations
-
 import logging
 
 import ml_dtypes
@@ -72,15 +70,6 @@ def test_ranks_that_begin_unlike_end_alike(comm, rank, size, start_by):
     assert len({value.tobytes() for value in meet(w.value)}) == 1
 
 
-def test_ones_in_each_other_all_begin_with_the_first(comm, rank, size):
-    for groups in shards(size):
-        w = variable(float(rank))
-        with cross_shard(comm, group_assignment=groups) as inner:
-            with hpc.CrossShardOptimizer(inner, comm=comm) as opt:
-                opt.initialize([w])
-            assert w.value == 0
-
-
 def test_the_same_bytes_are_accepted_without_a_broadcast(comm, rank):
     w, v = variable([np.nan, -0.0, 3.0]), variable(np.arange(6.0)[::2], name="v")
     with cross_shard(comm, sync=False) as opt:
@@ -112,14 +101,6 @@ def test_other_bytes_are_refused_by_all_of_a_group(comm, rank, size):
         assert "variable 'w' must start with the same values" in str(error)
         assert f"{start.format_ranks(others)} unlike rank {first};" in str(error)
         assert before == np.array([0.0, -0.0 if rank == last else 0.0]).tobytes()
-
-
-@pytest.mark.ranks(min=2)
-def test_all_broadcast_or_none(comm, rank, size):
-    error = raised(cross_shard, comm, sync=rank < size - 1)
-
-    assert type(error) is DisagreementError
-    assert "sync must be the same" in str(error)
 
 
 # Dtypes

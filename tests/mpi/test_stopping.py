@@ -1,7 +1,5 @@
 """The common last step of ranks that are asked to stop."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -16,7 +14,7 @@ from hpcaccum.errors import RESTART
 from hpcaccum.stopping import INTERRUPTED
 
 from .reducing import made_up
-from .support import meet
+from .training import ONE_SIDED, meet, raised
 
 NODES = "real", "each on its own"
 
@@ -100,38 +98,21 @@ def test_an_invalid_time_is_an_error_on_all_ranks(comm, rank, limit):
 
 def test_only_the_main_thread_gets_signals(comm):
     errors = []
-
-    def make():
-        try:
-            hpc.Stopping(comm)
-        except hpc.InvalidArgumentError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=make)
+    thread = threading.Thread(target=lambda: errors.append(raised(hpc.Stopping, comm)))
     thread.start()
     thread.join()
-    assert "main thread" in str(errors)
+    assert isinstance(errors[0], hpc.InvalidArgumentError)
+    assert "main thread" in str(errors[0])
 
 
 @pytest.mark.parametrize("dedicated", [False, True])
-@pytest.mark.parametrize("strategy", ["sync", "drop", "agn"])
-def test_ranks_of_a_server_stop_together(comm, rank, size, dedicated, strategy):
+@pytest.mark.parametrize("kind", ONE_SIDED)
+def test_ranks_of_a_server_stop_together(comm, rank, size, dedicated, kind):
     if size - dedicated < 1:
         pytest.skip("needs a rank that trains")
-    w = hpc.Variable(np.zeros(4), "w")
-    make = {
-        "sync": lambda: hpc.SyncReplicasOptimizer(
-            hpc.SGD(0.1), max(1, size - 1 - dedicated), comm=comm, dedicated=dedicated
-        ),
-        "drop": lambda: hpc.DropStaleGradientOptimizer(
-            hpc.SGD(0.1), 2 * size, comm=comm, dedicated=dedicated
-        ),
-        "agn": lambda: hpc.AGNOptimizer(
-            hpc.SGD(0.1), communication_period=3, comm=comm, dedicated=dedicated
-        ),
-    }
-    calls = 0
-    with hpc.Stopping(comm) as stop, make[strategy]() as opt:
+    w, calls = hpc.Variable(np.zeros(4), "w"), 0
+    opt = ONE_SIDED[kind](hpc.SGD(0.1), [w], comm, dedicated=dedicated)
+    with hpc.Stopping(comm) as stop, opt:
         opt.initialize([w])
         if dedicated and rank == 0:
             opt.serve(stop.agreed)

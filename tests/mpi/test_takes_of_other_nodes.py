@@ -1,7 +1,5 @@
 """Takes of ranks of other nodes, which the agent of the host's node makes for them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -12,9 +10,18 @@ from hpcaccum import (
     testing,
 )
 
-from .acting import VAIN, Admitted, Take, at, everywhere, interrupted, same_bits
-from .on_nodes import group_on_nodes, held_agent, named  # noqa: F401
-from .support import WAIT, meet
+from .acting import (
+    VAIN,
+    WAIT,
+    Admitted,
+    Take,
+    at,
+    everywhere,
+    interrupted,
+    meet,
+    same_bits,
+)
+from .on_nodes import named
 
 pytestmark = pytest.mark.ranks(min=2)
 

@@ -4,19 +4,15 @@ Ranks start their threads in different orders. So none may hold a lock of its pr
 while it waits for the same thread of another rank.
 """
 
-from __future__ import annotations
-
 import threading
-import time
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum.mpi import Freeable, Group, Objects, duplicate, group_of
+from hpcaccum.mpi import Freeable, Group
 from hpcaccum.mpi.job import shutdown
-from hpcaccum.mpi.life import heartbeat
 from hpcaccum.mpi.memory import windows
 from hpcaccum.mpi.talk.creation import alone
 
@@ -81,21 +77,11 @@ def optimizer(kind, *args):
     return make
 
 
-def agn(comm):
-    getter = hpc.AGNCustomGetter(comm=comm)
-    w = hpc.get_variable("w", np.zeros(300), custom_getter=getter)
-    opt = hpc.AGNOptimizer(hpc.SGD(0.1), 2, getter, 2)
-    opt.initialize()
-    for _ in range(2):
-        opt.minimize(lambda: (1.0, [w.value - 1]))
-    return opt
-
-
 KINDS = [
     accumulator,
     reducer("flat"),
     optimizer(hpc.CrossShardOptimizer),
-    agn,
+    optimizer(hpc.AGNOptimizer),
     sparse,
     optimizer(hpc.SyncReplicasOptimizer, 1),
     reducer("hierarchical"),
@@ -165,33 +151,6 @@ def test_at_the_end_all_ranks_free_what_threads_made_in_one_order(comm, rank, ow
         group.free()
 
 
-def test_a_heartbeat_may_end_while_another_one_begins(comm, monkeypatch):
-    groups = [group_of(comm.Dup()) for _ in "ab"]
-    one, other = (hpc.ConditionalAccumulator("f4", (2,), comm=g) for g in groups)
-    thread, second = heartbeat._thread, Objects.of(groups[1])._heartbeat
-    thread.remove(second)
-
-    class Changed:
-        def set(self):
-            # What the thread does next.
-            with thread._lock:
-                if second not in thread._hearts:
-                    thread._hearts.append(second)
-
-        def wait(self, seconds):
-            time.sleep(0.01)
-
-        def clear(self):
-            pass
-
-    with monkeypatch.context() as patch:
-        patch.setattr(thread, "_changed", Changed())
-        thread.remove(Objects.of(groups[0])._heartbeat)
-        assert second in thread._hearts
-    one.free()
-    other.free()
-
-
 def test_what_must_be_alone_waits_for_no_thread_that_has_not_come(comm, rank):
     comms, inside, come = [comm.Dup() for _ in range(2)], [], threading.Event()
 
@@ -212,61 +171,6 @@ def test_what_must_be_alone_waits_for_no_thread_that_has_not_come(comm, rank):
     run_threads(rank, act)
     for each in comms:
         each.Free()
-
-
-def late(number, rank):
-    """Let one thread of each rank be late, not the same one on all ranks."""
-    if (number + rank) % 2:
-        time.sleep(0.1)
-
-
-def test_first_sums_wait_for_each_other(comm, rank):
-    class Late(MPI.Intracomm):
-        number = 0
-
-        def allreduce(self, value):
-            # All threads come so far.
-            time.sleep(0.1)
-            late(self.number, rank)
-            return super().allreduce(value)
-
-    comms = [Late(comm.Dup()) for _ in range(2)]
-
-    def act(number):
-        if number < 2:
-            comms[number].number = number
-            group_of(comms[number])
-
-    run_threads(rank, act)
-    for each in comms:
-        each.Free()
-
-
-def test_groups_of_nodes_do_not_wait_for_each_other(comm, rank):
-    groups = [Group(comm.Dup()) for _ in range(THREADS)]
-
-    def act(number):
-        late(number, rank)
-        assert groups[number].inside.size == groups[number].node.size
-
-    run_threads(rank, act)
-    for each in groups:
-        each.free()
-
-
-def test_parts_are_made_while_others_make_the_whole(comm, rank):
-    halves = [comm.Split(2 * rank // comm.size, rank) for _ in range(THREADS)]
-    groups = [Group(comm.Dup(), half) for half in halves]
-    parts = [group.inside for group in groups]
-
-    def act(number):
-        for turn in range(12):
-            group = (groups, parts)[(turn + turn // 3 + number) % 2][number]
-            duplicate(group.comm).Free()
-
-    run_threads(rank, act)
-    for each in groups:
-        each.free()
 
 
 def test_the_world_is_left_to_other_threads(comm, rank, size):

@@ -1,7 +1,5 @@
 """Traces of real runs: what is in the file, and what a failure leaves behind."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections import Counter
@@ -15,8 +13,7 @@ from hpcaccum.spans import MARKED
 from hpcaccum.tracing import clocks, tracer
 
 from .reducing import made_up
-from .support import meet
-from .training import WRAPPERS, gives, raised, variable
+from .training import WRAPPERS, gives, meet, raised, variable
 
 pytestmark = pytest.mark.any_size
 
@@ -184,14 +181,6 @@ def test_nodes_and_their_agents_have_rows(traced, comm, nodes, late):
     assert max(map(min, begins.values())) < min(map(max, begins.values())) + accuracy
 
 
-@pytest.mark.ranks(min=2)
-def test_offset_of_a_clock(comm, nodes, late):
-    offset = clocks.measure(nodes)
-
-    assert abs(offset.seconds + late) <= offset.error + 1e-6
-    assert (offset.error > 0) == (nodes.node_number > 0)
-
-
 def test_lag_and_step_of_a_gradient(traced, comm, rank):
     with hpc.ConditionalAccumulator("f4", (2,), comm=comm) as acc:
         acc.set_global_step(5)
@@ -229,19 +218,6 @@ def test_events_that_were_left_out_are_counted(traced, comm, caplog, monkeypatch
     if comm.rank == 0:
         assert f"{2 * comm.size} events of rank" in caplog.text
         assert caplog.text.strip().endswith("a rank keeps the first 10")
-
-
-def test_many_pieces(traced, comm):
-    def act():
-        for number in range(2500):
-            with hpc.span("work", number=number):
-                pass
-
-    file = traced(act)
-    found = Counter(event["args"]["number"] for event in events(file))
-
-    check_file(file)
-    assert found == dict.fromkeys(range(2500), comm.size)
 
 
 def test_an_error_leaves_no_trace_running(traced, comm, tmp_path):

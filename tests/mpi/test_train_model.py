@@ -1,7 +1,5 @@
 """The parts of ``hpcaccum train``: data and loop, without the command line."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 

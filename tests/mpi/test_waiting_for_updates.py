@@ -1,7 +1,5 @@
 """The error of a worker that waits too long for an update names what is missing."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np
@@ -10,8 +8,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import WaitTimeoutError, testing
 
-from .acting import VAIN, Background, interrupted, until
-from .support import WAIT
+from .acting import VAIN, WAIT, Background, interrupted, until
 from .training import ONE_SIDED, Gate, gives, meet, raised, variable
 
 pytestmark = pytest.mark.any_size
@@ -91,15 +88,19 @@ def test_a_server_that_is_behind_is_named(comm, rank, size, kind, in_vain):
     # The inner optimizer of AGN makes local updates too: only the center waits.
     gate = Gate(lambda: None if threading.current_thread() is main else go.wait(WAIT))
     main = threading.current_thread()
-    with ONE_SIDED[kind](gate, [w], comm, host=host) as opt:
+    with ONE_SIDED[kind](gate, [w], comm, host=host, name="mine") as opt:
         opt.initialize([w])
+        pairs = opt.compute_gradients(gives(1.0))
         meet()
         # Also a busy agent answers in that time.
         message = in_vain(
             lambda: [opt.minimize(gives(1.0)) for _ in range(2)], seconds=10 * VAIN
         )
+        slot = in_vain(opt.apply_gradients, pairs) if kind == "DropStale" else ""
         meet()
         go.set()
+    assert not slot or f"this rank's last, by rank {host}" in slot
+    assert message.startswith("mine: pull: waited ")
     assert f"by rank {host}, which is at step 0; the next one waits" in message
     assert f"for rank {host}, which has all gradients that it needs;" in message
 
@@ -156,17 +157,6 @@ def test_a_gradient_that_no_rank_submits_is_reported(comm, rank, size, in_vain):
         message = in_vain(testing.wait_for, opt, 1)
         meet()
     assert f"a gradient, which may come from {ranks(*range(size))}" in message
-
-
-@pytest.mark.ranks(min=2)
-def test_a_host_that_only_serves_is_not_missing(comm, rank, size, in_vain):
-    w, message = variable(), ""
-    with hpc.SyncReplicasOptimizer(hpc.SGD(1), 9, comm=comm, dedicated=True) as opt:
-        opt.initialize([w])
-        if rank:
-            message = in_vain(testing.wait_for, opt, 1)
-        meet()
-    assert not rank or f"(nothing from {ranks(*range(1, size))})" in message
 
 
 def test_a_last_update_that_takes_too_long_is_named(comm, rank, monkeypatch):

@@ -1,7 +1,5 @@
 """Optimizers with weights: ranks with different amounts of data."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,6 @@ import hpcaccum as hpc
 
 from .. import naive
 from ..common import same_bits
-from .on_nodes import group_on_nodes  # noqa: F401
 from .training import ONE_SIDED, WRAPPERS, gives, meet, raised, turns, variable
 
 WEIGHTS = (32.0, 8.0, 0.5, 2.0)
@@ -47,9 +44,8 @@ def of_one_process(size):
     return w
 
 
-@pytest.mark.own_comm
-@pytest.mark.parametrize("name", ["CrossShard", "SyncReplicas"])
-def test_batches_of_different_length_are_as_one(comm, rank, size, name):
+def check_batches(comm, rank, size, name):
+    """Compare steps with batches of different length with those of one process."""
     w, data = variable(np.zeros(3)), batches(size)[rank]
     with WRAPPERS[name](hpc.SGD(0.1), [w], comm) as opt:
         for _ in range(STEPS):
@@ -63,21 +59,14 @@ def test_batches_of_different_length_are_as_one(comm, rank, size, name):
 
 @pytest.mark.own_comm
 @pytest.mark.parametrize("name", ["CrossShard", "SyncReplicas"])
+def test_batches_of_different_length_are_as_one(comm, rank, size, name):
+    check_batches(comm, rank, size, name)
+
+
+@pytest.mark.own_comm
+@pytest.mark.parametrize("name", ["CrossShard", "SyncReplicas"])
 def test_they_are_as_one_on_several_nodes(group, rank, size, name):
-    # The mean of the local means is something else.
-    w, data = variable(np.zeros(3)), batches(size)[rank]
-    if name == "CrossShard":
-        opt = hpc.CrossShardOptimizer(hpc.SGD(0.1), comm=group)
-    else:
-        opt = hpc.SyncReplicasOptimizer(hpc.SGD(0.1), size, comm=group)
-    with opt:
-        for _ in range(STEPS):
-            opt.minimize(
-                lambda: (0.0, [gradient(w.value, data)]),
-                var_list=[w],
-                weight=len(data[1]),
-            )
-    np.testing.assert_allclose(w.value, of_one_process(size), 1e-12)
+    check_batches(group, rank, size, name)
 
 
 # CrossShard

@@ -1,7 +1,5 @@
 """Reductions with weights, of all schedules: sum(w a) / sum(w)."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,7 @@ import hpcaccum as hpc
 
 from .. import naive
 from ..common import same_bits
-from .reducing import ALL, EACH, SMALL, Maker, maker_fixture  # noqa: F401
+from .reducing import ALL, EACH, SMALL
 from .training import meet, raised
 
 pytestmark = pytest.mark.any_size

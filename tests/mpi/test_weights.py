@@ -4,8 +4,6 @@ Gradients and weights are such that sums are exact in any order, so results have
 bits of the naive version wherever the ranks are.
 """
 
-from __future__ import annotations
-
 import time
 
 import numpy as np
@@ -14,24 +12,13 @@ import pytest
 import hpcaccum as hpc
 
 from .. import naive
-from .acting import (  # noqa: F401
-    VAIN,
-    Admitted,
-    Background,
-    Makers,
-    acc_fixture,
-    at,
-    make_fixture,
-    same_bits,
-)
-from .on_nodes import group_on_nodes  # noqa: F401
-from .support import WAIT, meet
+from .acting import VAIN, WAIT, Admitted, Background, Makers, at, meet, same_bits
 
 pytestmark = pytest.mark.any_size
 
 SPARSE = Makers(hpc.SparseConditionalAccumulator)
 # More than is sent to another node with the request.
-LONG = 5_000
+LONG = 9_000
 # Rank, weight, and whether the gradient is computed in a slot.
 ROUNDS = {
     "one each": [(0, 32, True), (1, 8, False), (2, 0.5, True)],
@@ -130,12 +117,6 @@ def test_a_weight_must_be_a_number_of_the_sum(make, weight):
     with pytest.raises(hpc.InvalidArgumentError, match=r"above 0 \(of float32\)"):
         at(0, make("float16").apply_grad, [1, 2], weight=weight)
     at(0, make("float64").apply_grad, [1, 2], weight=weight)
-
-
-@pytest.mark.parametrize("weight", [np.float32(2), np.int64(2), np.array(2), 2])
-def test_any_number_is_a_weight(acc, weight):
-    at(0, acc.apply_grad, [1, 2], weight=weight)
-    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [1.0, 2.0])
 
 
 # Rows
@@ -241,13 +222,6 @@ def test_a_take_with_too_few_when_the_time_is_over_takes_nothing(acc, taker):
     at(2, acc.apply_grad, [3, 4])
     found = at(taker, acc.take, 2, timeout=WAIT, at_least=1)
     assert numbers(found) == (2, 2, 0)
-
-
-def test_a_take_that_gets_what_it_requires_does_not_wait(acc):
-    begun = time.monotonic()
-    at(0, acc.apply_grad, [1, 2])
-    assert at(1, acc.take, 1, timeout=WAIT, at_least=1).count == 1
-    assert time.monotonic() - begun < WAIT / 2
 
 
 @pytest.mark.ranks(min=2)

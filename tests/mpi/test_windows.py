@@ -1,7 +1,5 @@
 """Windows: words that all ranks change, and memory that they reach one-sidedly."""
 
-from __future__ import annotations
-
 import errno
 import threading
 import time
@@ -19,8 +17,8 @@ from hpcaccum.mpi.memory.region import Region
 from hpcaccum.mpi.memory.word_window import KeptWindows
 from hpcaccum.nodes import words_of
 
-from .acting import at, everywhere, meet, until
-from .support import WAIT, add_often
+from .acting import WAIT, at, everywhere, meet, until
+from .support import add_often
 
 pytestmark = [pytest.mark.own_comm, pytest.mark.any_size]
 
@@ -34,37 +32,20 @@ def words(request, comm):
     made.free()
 
 
-def test_words_begin_at_0(words):
-    assert words.read_range(0, 20) == [0] * 20
-
-
-def test_word_that_is_written_is_read_by_all(words):
+def test_words_are_integers_of_all_ranks(words):
     large, low = 2**63 - 1, -(2**63)
+    assert words.read_range(0, 20) == [0] * 20
+    meet()
     at(1, words.write, 3, large)
     at(2, words.store, 4, [low, 7])
-
-    assert all(
-        found == [0, large, low, 7, 0] for found in everywhere(words.read_range, 2, 5)
-    )
-    assert everywhere(words.read, 4) == [low] * len(meet())
-
-
-def test_add_returns_what_was(words):
+    for found in everywhere(words.read_range, 2, 5):
+        assert found == [0, large, low, 7, 0]
+    # Each returns what was.
     assert [at(1, words.fetch_add, 2, n) for n in (5, -7, 0)] == [0, 5, -2]
-    assert at(0, words.read, 2) == -2
-
-
-def test_swap_sets_only_what_is_expected(words):
-    assert at(1, words.compare_and_swap, 2, 0, 9) == 0
-    assert at(2, words.compare_and_swap, 2, 0, 5) == 9
-    assert at(0, words.compare_and_swap, 2, 9, -1) == 9
-    assert at(1, words.read, 2) == -1
-
-
-def test_exchange_returns_what_was(words):
-    assert at(1, words.exchange, 2, 5) == 0
-    assert at(2, words.exchange, 2, -(2**63)) == 5
-    assert at(0, words.read, 2) == -(2**63)
+    assert at(1, words.compare_and_swap, 2, -2, 9) == -2
+    assert at(2, words.compare_and_swap, 2, -2, 5) == 9
+    assert at(1, words.exchange, 2, low) == 9
+    assert everywhere(words.read, 2) == [low] * len(meet())
 
 
 class Spy:
@@ -199,37 +180,6 @@ def test_an_exchange_among_additions_is_not_lost(words, rank):
     assert everywhere(act)[0] == []
 
 
-@pytest.mark.ranks(min=2)
-def test_words_are_reached_while_the_host_computes(comm, rank):
-    words = words_of(group_of(comm), 0, 2)
-    meet()
-    if rank == 0:
-        block = np.ones((300, 300))
-        end = time.monotonic() + WAIT
-        # Plain memory of this process: no MPI call helps the others.
-        while not (done := meet_quickly(comm)) and time.monotonic() < end:
-            for _ in range(20):
-                block = block @ block / 300
-        assert done
-    else:
-        for _ in range(20):
-            words.fetch_add(0, 1)
-        meet_quickly(comm, done=True)
-    assert at(0, words.read, 0) == 20 * (comm.size - 1)
-    meet()
-    words.free()
-
-
-def meet_quickly(comm, done=False):
-    """Report to rank 0 that this rank is done; return there whether all are."""
-    if comm.rank:
-        comm.send(done, 0, 77)
-        return True
-    return all(comm.iprobe(rank, 77) for rank in range(1, comm.size)) and [
-        comm.recv(source=rank, tag=77) for rank in range(1, comm.size)
-    ]
-
-
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
 def test_vectors_are_put_added_and_got_in_pieces(comm, rank, dtype, monkeypatch):
     # As those are that are larger than one MPI call moves.
@@ -326,42 +276,23 @@ def windows(comm, monkeypatch):
 
 
 def test_objects_with_words_on_one_rank_share_a_window(comm, size, windows):
-    group = group_of(comm)
-    made = [words_of(group, 0, 20) for _ in range(3)]
-    made.append(words_of(group, size - 1, 20))
-
-    assert [root for root, _ in windows.made] == [0, size - 1][: min(size, 2)]
-    # Each has words of its own.
-    for number, words in enumerate(made, 1):
-        at(1, words.store, 0, [number] * 20)
-    for number, words in enumerate(made, 1):
-        assert everywhere(words.read_range, 0, 20) == [[number] * 20] * size
-        assert everywhere(words.fetch_add, 19, 0) == [number] * size
-        assert everywhere(words.compare_and_swap, 19, 0, 0) == [number] * size
-    for words in made:
-        words.free()
-
-
-def test_a_window_is_kept_for_later_words(comm, size, windows):
-    group = group_of(comm)
-    for root in (0, size - 1, 0):
-        words = words_of(group, root, 1)
-        assert words.fetch_add(0, 0) == 0
-        words.free()
-
-    assert [root for root, _ in windows.made] == [0, size - 1][: min(size, 2)]
-    assert not windows.freed
-
-
-def test_windows_are_freed_with_the_communicator(comm, size, windows):
     own = comm.Dup()
-    words = [words_of(group_of(own), root, 1) for root in {0, size - 1}]
-    meet()
-    for each in words:
-        each.free()
+    group, roots = group_of(own), [0, size - 1][: min(size, 2)]
+    for turn in range(2):
+        made = [words_of(group, root, 20) for root in (0, 0, 0, size - 1)]
+        # Each has words of its own.
+        for number, words in enumerate(made, 1):
+            at(1, words.store, 0, [number] * 20)
+        for number, words in enumerate(made, 1):
+            assert everywhere(words.read_range, 0, 20) == [[number] * 20] * size
+            assert everywhere(words.fetch_add, 19, 0) == [number] * size
+        for words in made:
+            words.free()
+        # They are kept for later words.
+        assert [root for root, _ in windows.made] == roots, turn
+        assert not windows.freed
     own.Free()
-
-    assert len(windows.freed) == len(windows.made) == min(size, 2)
+    assert len(windows.freed) == len(roots)
 
 
 def test_new_words_are_0_where_others_were_freed(comm, windows):
@@ -426,16 +357,3 @@ def test_words_that_have_no_room_get_a_window_of_their_own(comm, windows):
     few.free()
     assert len(windows.freed) == 1
     many.free()
-
-
-def test_an_agent_is_one_thread_a_node_where_ranks_are_apart(comm, rank):
-    group, before = group_of(comm), threading.active_count()
-    words = [words_of(group, 0, 8) for _ in range(2)]
-    started = threading.active_count() - before
-    words.pop().free()
-    left = threading.active_count() - before
-    words.pop().free()
-
-    leads = rank == group.node_ranks[0] and not group.single_node
-    assert started == left == leads
-    assert threading.active_count() == before

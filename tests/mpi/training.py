@@ -47,18 +47,6 @@ def raised(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return error
 
 
-class Namespace:
-    """A module with some of its functions replaced."""
-
-    def __init__(self, module: Any, **functions: Any) -> None:
-        self._module = module
-        vars(self).update(functions)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return a name that is not replaced."""
-        return getattr(self._module, name)
-
-
 class Gate(hpc.Optimizer):
     """SGD(1) that makes an update only when the test permits it."""
 
@@ -101,24 +89,20 @@ WRAPPERS = {
 
 
 @pytest.fixture(name="make")
-def cross_shard_fixture(comm: MPI.Intracomm) -> Any:
-    """Return a function that makes CrossShardOptimizers; frees all of them."""
-    made: list[hpc.CrossShardOptimizer] = []
+def cross_shard_fixture(comm: MPI.Intracomm, keep: Any) -> Any:
+    """Return a function that makes CrossShardOptimizers."""
 
     def make(
         reduction: Any = hpc.Reduction.MEAN, groups: Any = None, inner: Any = None
-    ) -> hpc.CrossShardOptimizer:
+    ):
         inner = hpc.SGD(1) if inner is None else inner
-        made.append(
+        return keep(
             hpc.CrossShardOptimizer(
                 inner, reduction, group_assignment=groups, comm=comm
             )
         )
-        return made[-1]
 
-    yield make
-    for optimizer in made:
-        optimizer.free()
+    return make
 
 
 @pytest.fixture(name="copies")

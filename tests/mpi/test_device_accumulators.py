@@ -1,6 +1,4 @@
-"""SparseConditionalAccumulator with rows on a device."""
-
-from __future__ import annotations
+"""Accumulators with gradients on a device, dense and of rows."""
 
 import ml_dtypes
 import numpy as np
@@ -10,7 +8,7 @@ import hpcaccum as hpc
 from hpcaccum import testing
 from hpcaccum.dtypes import accumulation_dtype
 
-from .on_device import device_library, pinned  # noqa: F401
+from .on_device import FEW_RANKS
 from .support import WAIT
 from .training import meet, raised
 
@@ -22,18 +20,14 @@ DTYPES = ["float32", "float16", ml_dtypes.bfloat16, "float64"]
 
 
 @pytest.fixture
-def make(comm):
-    """Return a function that makes an accumulator; all are freed after the test."""
-    made = []
+def make(comm, keep):
+    """Return a function that makes an accumulator."""
 
     def make(dtype=np.float32, shape=(ROWS, WIDTH), **options):
         options = {"capacity": 40, "comm": comm} | options
-        made.append(hpc.SparseConditionalAccumulator(dtype, shape, **options))
-        return made[-1]
+        return keep(hpc.SparseConditionalAccumulator(dtype, shape, **options))
 
-    yield make
-    for accumulator in made:
-        accumulator.free()
+    return make
 
 
 def drawn(kind, dtype, *seed):
@@ -195,16 +189,7 @@ def test_rows_that_a_device_has_summed(cp, make, rank, size, dtype):
     micro.free()
 
 
-def test_stale_rows_are_not_read(cp, make, rank):
-    acc = make()
-    if rank == 0:
-        acc.set_global_step(1)
-    meet()
-    assert not acc.apply_grad(cp.asarray([99]), cp.ones((1, WIDTH), np.float32))
-    assert acc.num_accumulated() == 0
-
-
-def test_buffers_are_pinned_at_the_first_rows_of_a_device(cp, pinned, make, rank):  # noqa: F811
+def test_buffers_are_pinned_at_the_first_rows_of_a_device(cp, pinned, make, rank):
     acc = make()
     acc.apply_grad(*drawn("any", "float32", rank))
     assert not pinned
@@ -254,3 +239,113 @@ def test_slices_on_a_device(cp):
     assert repr(slices) == "<IndexedSlices: 2 rows of (9, 3), float32 (2, 3)>"
     with pytest.raises(INVALID, match="on a device cannot be converted to an array"):
         slices.to_dense()
+
+
+# Dense gradients
+
+
+N = 1000
+
+
+@pytest.fixture(params=["slots", "sum"])
+def make_dense(request, comm, keep):
+    """Return a function that makes an accumulator."""
+
+    def make(dtype=np.float32, shape=(N,), **options):
+        options = {"storage": request.param, "comm": comm} | options
+        return keep(hpc.ConditionalAccumulator(dtype, shape, **options))
+
+    return make
+
+
+def drawn_dense(rank, dtype=np.float32):
+    # Sums of small integers are exact in any order.
+    return np.random.default_rng(rank).integers(-9, 9, N).astype(dtype)
+
+
+@FEW_RANKS
+@pytest.mark.parametrize("dtype", ["float32", "float16", ml_dtypes.bfloat16, "float64"])
+def test_gradients_of_the_device_are_added(cp, make_dense, rank, size, dtype):
+    acc, wide = make_dense(dtype), accumulation_dtype(np.dtype(dtype))
+    for step in range(3):
+        grad = cp.asarray(drawn_dense(rank, dtype))
+        grad *= 2
+        assert acc.apply_grad(grad, step)
+        grad.fill(0)  # allowed after the call
+        meet()
+        if rank == 0:
+            found = acc.take_grad(size).astype(wide)
+            total = sum(2 * drawn_dense(other, wide) for other in range(size))
+            mean = (total / wide.type(size)).astype(dtype)
+            np.testing.assert_array_equal(found, mean.astype(wide))
+        meet()
+
+
+@FEW_RANKS
+def test_several_of_one_rank_and_of_any_dtype(cp, make_dense, rank, size):
+    acc = make_dense(shape=(2, N // 2), reduction_type="SUM")
+    for dtype in ("float32", "float16", "float64"):
+        acc.apply_grad(cp.asarray(drawn_dense(rank, dtype)).reshape(2, -1))
+        acc.apply_grad(drawn_dense(rank, dtype).reshape(2, -1))
+    meet()
+    if rank == 0:
+        total = 6 * sum(drawn_dense(other) for other in range(size))
+        np.testing.assert_array_equal(acc.take_grad(6 * size).ravel(), total)
+
+
+@FEW_RANKS
+def test_what_is_taken_may_go_to_the_device(cp, make_dense, rank, size):
+    acc = make_dense()
+    acc.apply_grad(cp.asarray(drawn_dense(rank)))
+    meet()
+    if rank == size - 1:
+        out = cp.full((N,), -7, np.float32)
+        assert acc.take_grad(size, out=out) is out
+        mean = sum(drawn_dense(other) for other in range(size)) / np.float32(size)
+        np.testing.assert_array_equal(out.get(), mean.astype(np.float32))
+
+
+@FEW_RANKS
+def test_a_stale_gradient_is_not_even_copied(cp, make_dense, rank, monkeypatch):
+    # A shorter one may be part of the request to admit it.
+    acc = make_dense(shape=(3 * N,))
+    meet(acc.set_global_step(1) if rank == 0 else None)
+    grad = cp.ones(3 * N, np.float32)
+    monkeypatch.setattr(type(grad), "get", None)
+    receipt = acc.apply_grad(grad, 0)
+
+    assert not receipt
+    assert receipt.lag == 1
+
+
+@FEW_RANKS
+def test_slots_are_pinned_until_they_are_freed(cp, pinned, make_dense, rank):
+    acc = make_dense()
+    assert not pinned
+    for _ in range(2):
+        acc.apply_grad(cp.asarray(drawn_dense(rank)))
+    assert len(pinned) == (acc.statistics().storage == "slots")
+    acc.free()
+
+
+@FEW_RANKS
+def test_bad_gradients_leave_nothing_behind(cp, make_dense, rank, size):
+    acc = make_dense()
+    bad = {
+        "contiguous": cp.ones(2 * N, np.float32)[::2],
+        "got int64": cp.ones(N, np.int64),
+        "shape (1000,), got shape (999,)": cp.ones(N - 1, np.float32),
+    }
+    for message, grad in bad.items():
+        error = raised(acc.apply_grad, grad)
+        assert type(error) is INVALID
+        assert message in str(error)
+    outs = {
+        "must be float32 (1000,)": cp.ones(N, np.float64),
+        "contiguous": cp.ones(2 * N, np.float32)[::2],
+    }
+    for message, out in outs.items():
+        error = raised(acc.take_grad, 1, out=out, timeout=0)
+        assert type(error) is INVALID
+        assert message in str(error)
+    assert acc.num_accumulated() == 0
