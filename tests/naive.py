@@ -107,6 +107,27 @@ def mean(
     }
 
 
+def rounded(arrays: Mapping[str, Any], wire: Any) -> Arrays:
+    """Return arrays after they have travelled in a narrower dtype."""
+    return {name: each.astype(wire).astype(each.dtype) for name, each in arrays.items()}
+
+
+def mean_between(
+    gradients: Sequence[Mapping[str, Any]], nodes: Sequence[Sequence[int]], wire: Any
+) -> Arrays:
+    """Return the mean of gradients of ranks on nodes; the first has the server.
+
+    Each node adds those of its ranks. The sums of the others are rounded on their way.
+    """
+    sums = [
+        {n: allreduce([gradients[r][n] for r in ranks], "SUM") for n in gradients[0]}
+        for ranks in nodes
+    ]
+    sums[1:] = [rounded(each, wire) for each in sums[1:]]
+    total = {n: allreduce([each[n] for each in sums], "SUM") for n in gradients[0]}
+    return {n: each / each.dtype.type(len(gradients)) for n, each in total.items()}
+
+
 class SGD:
     """value -= rate * gradient."""
 

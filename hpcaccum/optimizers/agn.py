@@ -132,8 +132,9 @@ class AGNOptimizer(LocalSteps):
         use_locking: Ignored.
         name: Name for messages.
         comm, host: See `OneSidedOptimizer`; those of the getter, if there is one.
-        dedicated, servers, on_nonfinite, min_workers: See `OneSidedOptimizer`. A call
-            whose gradients are dropped makes no local step and does not count.
+        dedicated, servers, on_nonfinite, min_workers, wire_dtype: See
+            `OneSidedOptimizer`. A call whose gradients are dropped makes no local step
+            and does not count.
 
     Source: Hermans, Accumulated Gradient Normalization, 2017 (arXiv:1710.02368); the
         behavior of ``tf.contrib.opt.AGNOptimizer``, which pushes raw gradients, not
@@ -156,6 +157,7 @@ class AGNOptimizer(LocalSteps):
         servers: Servers = "auto",
         on_nonfinite: OnNonfinite = "accept",
         min_workers: int = 1,
+        wire_dtype: Any = None,
     ) -> None:
         def check(_: int) -> dict[str, int | None]:
             if not isinstance(custom_getter, AGNCustomGetter | None):
@@ -180,6 +182,7 @@ class AGNOptimizer(LocalSteps):
             servers,
             on_nonfinite,
             min_workers,
+            wire_dtype,
         )
         super().__init__(optimizer, None, name, check, place)
         self._getter = custom_getter

@@ -43,7 +43,7 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
             at once, for each lag from 0 to ``staleness``, but not above 1000; larger
             lags have the factor of 1000. It must return the same on all ranks. By
             default all factors are 1.
-        comm, host, dedicated, servers, on_nonfinite, min_workers: See
+        comm, host, dedicated, servers, on_nonfinite, min_workers, wire_dtype: See
             `OneSidedOptimizer`.
 
     Source: the behavior of ``tf.contrib.opt``'s optimizer of this name, whose check
@@ -65,6 +65,7 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
         servers: Servers = "auto",
         on_nonfinite: OnNonfinite = "accept",
         min_workers: int = 1,
+        wire_dtype: Any = None,
     ) -> None:
         def check(workers: int) -> dict[str, Any]:
             most = 2 * workers if staleness is None else integer(staleness, "staleness")
@@ -74,7 +75,9 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
             opt,
             name,
             check,
-            ServerOptions(comm, host, dedicated, servers, on_nonfinite, min_workers),
+            ServerOptions(
+                comm, host, dedicated, servers, on_nonfinite, min_workers, wire_dtype
+            ),
         )
         self._max_lag = self._options["staleness"]
         self._factors = self._options["lateness"]

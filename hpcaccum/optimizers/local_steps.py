@@ -155,7 +155,7 @@ class LocalStepsOptimizer(LocalSteps):
         staleness: Without a quorum, the largest lag accepted; unlimited by default.
         lateness: Without a quorum, see `DropStaleGradientOptimizer`.
         name: Name for messages.
-        comm, host, dedicated, servers, on_nonfinite, min_workers: See
+        comm, host, dedicated, servers, on_nonfinite, min_workers, wire_dtype: See
             `OneSidedOptimizer`. A call whose gradients are dropped makes no local step
             and does not count.
 
@@ -183,6 +183,7 @@ class LocalStepsOptimizer(LocalSteps):
         servers: Servers = "auto",
         on_nonfinite: OnNonfinite = "accept",
         min_workers: int = 1,
+        wire_dtype: Any = None,
     ) -> None:
         def check(workers: int) -> dict[str, Any]:
             check_inner(outer, self)
@@ -208,7 +209,9 @@ class LocalStepsOptimizer(LocalSteps):
                 "lateness": factors_of(lateness, math.inf if most is None else most),
             }
 
-        place = ServerOptions(comm, host, dedicated, servers, on_nonfinite, min_workers)
+        place = ServerOptions(
+            comm, host, dedicated, servers, on_nonfinite, min_workers, wire_dtype
+        )
         super().__init__(inner, outer, name, check, place)
         self._period = self._options["period"]
         self._quorum, self._factors = self._options["quorum"], self._options["lateness"]

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcaccum.arguments import wire_format
 from hpcaccum.device import all_on_device
 from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.layout import Layout
 from hpcaccum.mpi import group_of
 from hpcaccum.optimizers.base import (
     ExchangeKind,
@@ -102,6 +104,13 @@ class OneSidedOptimizer(Wrapper):
             raises InvalidArgumentError on this rank.
         min_workers: Fewest ranks that train on after others are lost; if fewer remain,
             all raise LostRankError. Ranks that leave are not lost.
+        wire_dtype: A narrower dtype, such as ``"bfloat16"``, in which sums of gradients
+            are sent between nodes, and so are parameters. Each is rounded once on its
+            way; sums, updates and the center keep their dtype, and `snapshot` has
+            its values. Ranks on other nodes than the server's train with rounded
+            parameters, and so do all if there are several servers. In float16, what
+            exceeds 65504 becomes infinite. Vectors of up to 8 KiB are sent as they are;
+            so are rows and, if a variable is sparse, parameters.
 
     Raises:
         TypeError, InvalidArgumentError, DisagreementError: On every rank.
@@ -154,7 +163,11 @@ class OneSidedOptimizer(Wrapper):
     def __repr__(self) -> str:
         """Show the options of this strategy and the servers, also those by default."""
         options = {name: self._options[name] for name in self._own}
-        options |= {"servers": self._place.servers, "name": self.get_name()}
+        options |= {
+            "servers": self._place.servers,
+            "wire_dtype": self._options["wire_dtype"],
+            "name": self.get_name(),
+        }
         shown = [f"{k}={v!r}" for k, v in options.items() if v is not None]
         return f"{type(self).__name__}({', '.join([repr(self.inner), *shown])})"
 
@@ -242,6 +255,8 @@ class OneSidedOptimizer(Wrapper):
         variables = super()._check_start(var_list)
         needs = self.outer._needs_for_rows()
         check_sparse(self.get_name(), variables, self._servers, needs)
+        layout = Layout.of({var.name: var.value for var in variables})
+        wire_format(self._options["wire_dtype"], layout.dtype)
         return variables
 
     def _training_server(self) -> ParameterServer:

@@ -47,7 +47,7 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
             or a callable that takes a lag and returns a number from 0 to 1, the same
             on all ranks. It is called at once, with 0 and 1; only the factor of 1
             counts. By default such a gradient is dropped.
-        comm, host, dedicated, servers, on_nonfinite, min_workers: See
+        comm, host, dedicated, servers, on_nonfinite, min_workers, wire_dtype: See
             `OneSidedOptimizer`.
 
     Source: Chen et al., Revisiting Distributed Synchronous SGD, 2016
@@ -72,6 +72,7 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
         servers: Servers = "auto",
         on_nonfinite: OnNonfinite = "accept",
         min_workers: int = 1,
+        wire_dtype: Any = None,
     ) -> None:
         def check(workers: int) -> dict[str, Any]:
             quorum = replicas_to_aggregate
@@ -95,7 +96,9 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
             opt,
             name,
             check,
-            ServerOptions(comm, host, dedicated, servers, on_nonfinite, min_workers),
+            ServerOptions(
+                comm, host, dedicated, servers, on_nonfinite, min_workers, wire_dtype
+            ),
         )
         quorum = self._quorum = self._options["replicas_to_aggregate"]
         self._factors = self._options["lateness"]

@@ -116,6 +116,7 @@ class ParameterServer(Client):
             rule=rule,
             elementwise=elementwise,
             capacities=capacities,
+            wire_dtype=options.wire_dtype,
         )
         self._dedicated, self._finish, self._earlier = dedicated, finish, tally
         self._min_workers = options.min_workers
