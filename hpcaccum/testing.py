@@ -180,7 +180,7 @@ def servers(optimizer: Any) -> tuple[int, ...]:
 
 def own_step(optimizer: Any) -> int:
     """Return the step of this rank's variables."""
-    return int(optimizer._step)
+    return int(optimizer._served[0].step)
 
 
 def admitted_step(optimizer: Any) -> int:

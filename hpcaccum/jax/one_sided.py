@@ -352,6 +352,9 @@ class LocalSteps(OneSided):
         period: T, at least 1.
         quorum: Number of pushes in an update; by default, each push is one.
         staleness, lateness: Without a quorum, as for `DropStale`.
+        fragments: Number of groups of leaves, which are pushed one after the other. The
+            outer rule updates each group independently of the others.
+        overlap: Number of calls for which a push does not wait.
     """
 
     def __init__(
@@ -364,6 +367,8 @@ class LocalSteps(OneSided):
         quorum: int | None = None,
         staleness: int | None = None,
         lateness: Lateness = None,
+        fragments: int = 1,
+        overlap: int = 0,
         **options: Unpack[Options],
     ) -> None:
         self._outer_rule = outer_rule
@@ -372,6 +377,8 @@ class LocalSteps(OneSided):
             "quorum": quorum,
             "staleness": staleness,
             "lateness": lateness,
+            "fragments": fragments,
+            "overlap": overlap,
         }
         super().__init__(optax_rule, params, strategy, **options)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.base import Optimizer
     from hpcaccum.optimizers.checks import Loss, Pairs, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
-    from hpcaccum.server import Lateness, ParameterServer, Servers
+    from hpcaccum.server import Lateness, Servers
 
 
 class DropStaleGradientOptimizer(OneSidedOptimizer):
@@ -93,16 +93,17 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
         is applied twice lags behind its own first update.
         """
         pairs = super().compute_gradients(loss, var_list, *args, **kwargs)
-        self._computed_at = self._step
+        self._computed_at = self._served[0].step
         return pairs
 
-    def _assign(self, server: ParameterServer) -> None:
-        super()._assign(server)
+    def _assign(self) -> None:
+        super()._assign()
         self._computed_at = None
 
     @property
     def _local_step(self) -> int:
-        return self._step if self._computed_at is None else self._computed_at
+        at = self._computed_at
+        return super()._local_step if at is None else at
 
     @property
     def stale_counter(self) -> int:

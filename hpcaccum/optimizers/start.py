@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
+    from hpcaccum.optimizers.served import Served
     from hpcaccum.optimizers.variable import Variable
-    from hpcaccum.server import ParameterServer
 
 logger = logging.getLogger("hpcaccum")
 
@@ -56,33 +56,37 @@ def warn_of_wider(what: str, variables: Sequence[Variable]) -> None:
 
 def assign(
     group: Group,
-    server: ParameterServer,
+    served: Sequence[Served],
     variables: Sequence[Variable],
     what: str,
     before: Callable[[bool], None],
-) -> int:
+) -> None:
     """Set the center and all variables to those of one rank. Collective.
 
-    The server has been suspended. Each rank calls ``before`` with whether its variables
-    are assigned to all.
-
-    Returns:
-        The step.
+    Their servers have been suspended. Each rank calls ``before`` with whether its
+    variables are assigned to all.
     """
+    servers = [each.server for each in served]
+    source = servers[0].source
 
     def check() -> None:
-        server.check_not_paused("assign()")
-        before(group.rank == server.source)
+        for server in servers:
+            server.check_not_paused("assign()")
+        before(group.rank == source)
 
     try:
         group.agree(what, check, lambda _: {})
     except Exception:
-        server.come_back()
+        for server in servers:
+            server.come_back()
         group.allgather(None, what)
         raise
-    broadcast(group, variables, what, server.source)
-    own = variables if server.is_server else []
-    return server.assign({var.name: np.array(to_host(var.value)) for var in own})
+    broadcast(group, variables, what, source)
+    for each in served:
+        own = each.values if each.server.is_server else {}
+        values = {name: np.array(to_host(value)) for name, value in own.items()}
+        # This node may have older ones.
+        each.useful = each.step = each.server.assign(values)
 
 
 def broadcast(

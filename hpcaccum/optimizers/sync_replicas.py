@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.base import Optimizer
     from hpcaccum.optimizers.finite import OnNonfinite
+    from hpcaccum.optimizers.served import Served
     from hpcaccum.optimizers.variable import Variable
-    from hpcaccum.server import Lateness, ParameterServer, Servers
+    from hpcaccum.server import Lateness, Servers
 
 
 class SyncReplicasOptimizer(OneSidedOptimizer):
@@ -111,13 +112,14 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
         # not saved, as they concern gradients that are pending.
         self._round, self._accepted = -1, 0
 
-    def _after(self, server: ParameterServer, receipt: Receipt) -> None:
+    def _after(self, served: Served, receipt: Receipt) -> None:
         if receipt.global_step != self._round:
             self._round, self._accepted = receipt.global_step, 0
         self._accepted += bool(receipt)
-        if not receipt or self._accepted >= self._share or server.step > self._round:
-            super()._after(server, receipt)
-        elif self._step < self._round:
+        enough = self._accepted >= self._share
+        if not receipt or enough or served.server.step > self._round:
+            super()._after(served, receipt)
+        elif served.step < self._round:
             # More gradients of this rank are needed, with the parameters of now.
-            self._useful = self._round
-            self._pull()
+            served.useful = self._round
+            served.pull()

@@ -224,6 +224,11 @@ class Client(Freeable):
         finally:
             self.waited += deadline.waited
 
+    def expect(self, step: int) -> None:
+        """Have the parameters of a step sent to this node when they are made."""
+        if step != self._coming:
+            self._publisher.fetch(version_of(step))
+
     def _missing(self, step: int) -> str:
         """Describe what the next update waits for, by the words on the root."""
         made = self.step

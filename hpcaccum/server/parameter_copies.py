@@ -98,16 +98,17 @@ class Copier:
     Attributes:
         size, dtype: Of such a vector.
         sent: The dtype in which a message has it.
-        whole: Whether each message is all of a vector, whatever a node has.
+        whole: Whether each message is all of a vector as it is, whatever a node has.
         nbytes_here: Bytes of this rank's memory that say what has changed.
     """
 
-    whole, nbytes_here = True, 0
+    nbytes_here = 0
 
     def __init__(self, wire: WireFormat, narrow: np.dtype[Any] | None = None) -> None:
         self._wire = wire
         self.size, self.dtype = wire.parameters.size, wire.parameters.dtype
         self.sent = self.dtype if narrow is None else narrow
+        self.whole = narrow is None
 
     def note(self, changed: Mapping[str, Array]) -> None:
         """Note rows of sparse variables, by name, before they change; the root only."""
@@ -158,10 +159,9 @@ class SparseCopier(Copier):
         tables: The numbers in the log of the rows of each sparse variable.
     """
 
-    whole = False
-
     def __init__(self, group: Group, root: int, wire: WireFormat) -> None:
         super().__init__(wire)
+        self.whole = False
         self.names = list(wire.parameters)
         self.size += ALIGNMENT // wire.parameters.dtype.itemsize
         self.tables: dict[str, range] = {}

@@ -321,6 +321,8 @@ class LocalSteps(OneSided):
         period: Number of steps in a push.
         quorum: Number of pushes in an update; by default, each push is one.
         staleness, lateness: Without a quorum, as for `DropStale`.
+        fragments: Number of groups of parameters, which are pushed one after the other.
+        overlap: Number of steps for which a push does not wait.
         options: See `OneSided`.
 
     Attributes:
@@ -340,6 +342,8 @@ class LocalSteps(OneSided):
         quorum: int | None = None,
         staleness: int | None = None,
         lateness: Lateness = None,
+        fragments: int = 1,
+        overlap: int = 0,
         **options: Unpack[Options],
     ) -> None:
         self._make_outer = outer
@@ -348,6 +352,8 @@ class LocalSteps(OneSided):
             "quorum": quorum,
             "staleness": staleness,
             "lateness": lateness,
+            "fragments": fragments,
+            "overlap": overlap,
         }
         super().__init__(optimizer, strategy, **options)
 
