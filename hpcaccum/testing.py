@@ -183,6 +183,11 @@ def own_step(optimizer: Any) -> int:
     return int(optimizer._served[0].step)
 
 
+def step_here(optimizer: Any) -> int:
+    """Return the step of the parameters that this node has."""
+    return int(optimizer._server._publisher.version())
+
+
 def admitted_step(optimizer: Any) -> int:
     """Return the step that the next gradient is compared with; may be ahead."""
     inbox = optimizer._server._inbox

@@ -55,8 +55,7 @@ class Structure:
     def part(self, names: Sequence[str]) -> Structure:
         """Return the structure of a list of some of the leaves."""
         leaves = dict(zip(self.names, self.leaves, strict=True))
-        nesting = jax.tree_util.tree_structure([0] * len(names))
-        return Structure(tuple(names), tuple(leaves[name] for name in names), nesting)
+        return Structure.of([leaves[name] for name in names])
 
     def check(self, what: str) -> Structure:
         """Return it, if all leaves can be exchanged."""

@@ -214,8 +214,7 @@ class OneSidedOptimizer(Wrapper):
         self._begin_at(counts.get("step", 0))
         fragments = fragments_of(variables, self._fragments)
         if (servers := self._servers) is None:
-            # Of what is pushed together.
-            nbytes = max(sum(v.value.nbytes for v in each) for each in fragments)
+            nbytes = sum(var.value.nbytes for var in variables)
             divisible = self.outer.elementwise and not any(v.sparse for v in variables)
             servers = spread(self._root, self._group, nbytes, divisible=divisible)
         least = self._options["min_workers"]

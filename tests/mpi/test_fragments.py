@@ -11,6 +11,7 @@ from hpcaccum import DisagreementError, InvalidArgumentError, group_of, testing
 
 from .. import naive
 from ..common import same_bits
+from .acting import until
 from .on_nodes import group_on_nodes as group_on_nodes
 from .support import meet
 from .training import gives, raised, turns, variable
@@ -204,6 +205,20 @@ def test_a_push_does_not_wait_with_overlap(group, make, rank, size):
     opt.minimize(grads)
     meet()
     assert opt.global_step == 1
+
+
+@pytest.mark.parametrize("quorum", [False, True])
+def test_the_answer_to_a_push_comes_meanwhile(group, make, rank, size, quorum):
+    x = variable(np.ones(5000), np.float32)
+    opt = make(group, 2, overlap=1, **({"quorum": size} if quorum else {}))
+    opt.initialize([x])
+    meet()
+    for _ in range(2):
+        opt.minimize(gives(np.ones(5000, np.float32)))
+    # Nobody has pulled it.
+    until(lambda: testing.step_here(opt) > 0)
+    assert testing.own_step(opt) == 0
+    meet()
 
 
 @pytest.mark.ranks(min=2)
