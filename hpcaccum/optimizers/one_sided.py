@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -31,10 +30,17 @@ from hpcaccum.optimizers.checks import (
     declared,
     listed,
 )
-from hpcaccum.optimizers.served import Served, divided, fragments_of, paused, read
+from hpcaccum.optimizers.served import (
+    Served,
+    assign,
+    divided,
+    fragments_of,
+    paused,
+    read,
+)
 from hpcaccum.optimizers.slices import pushed
 from hpcaccum.optimizers.snapshot import set_values, together
-from hpcaccum.optimizers.start import assign, warn_of_wider
+from hpcaccum.optimizers.start import warn_of_wider
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import Wrapper, one_thread
 from hpcaccum.server import (
@@ -46,7 +52,8 @@ from hpcaccum.server import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from hpcaccum.accumulator import Receipt, Tally
     from hpcaccum.dtypes import Array
@@ -208,11 +215,8 @@ class OneSidedOptimizer(Wrapper):
         states: Mapping[str, Parts] | None,
     ) -> None:
         """Start a server, also from the counts and states of a snapshot. Collective."""
-        if self._group.rank == 0:
-            warn_of_wider(self.get_name(), variables)
         self._start(variables)
         self._begin_at(counts.get("step", 0))
-        fragments = fragments_of(variables, self._fragments)
         if (servers := self._servers) is None:
             nbytes = sum(var.value.nbytes for var in variables)
             divisible = self.outer.elementwise and not any(v.sparse for v in variables)
@@ -221,11 +225,11 @@ class OneSidedOptimizer(Wrapper):
         place = dataclasses.replace(self._place, servers=servers, min_workers=least)
         self._place = place
         if self._group.rank == 0:
+            warn_of_wider(self.get_name(), variables)
             logger.info("%r", self)
         # Without slots: it computes gradients of these, but updates the center's.
         Optimizer.initialize(self.inner, variables)
-        self._served = []
-        for number, fragment in enumerate(fragments):
+        for number, fragment in enumerate(fragments_of(variables, self._fragments)):
             what = self.get_name() + f", fragment {number}" * (self._fragments > 1)
             served = Served(
                 self._group,
@@ -236,10 +240,9 @@ class OneSidedOptimizer(Wrapper):
                 what,
                 capacities(fragment, self._share),
                 divided(counts, self._fragments)[number],
+                others=self._served,
             )
-            for other in self._served:
-                other.server.leave_with(served.server)
-            self._served = [*self._served, served]
+            self._served = (*self._served, served)
             served.start(self._call("initialize"), states)
         # No rank may train before all have the same variables.
         self._group.allgather(None, self._call("initialize"))
@@ -490,8 +493,7 @@ class OneSidedOptimizer(Wrapper):
             return own
         return found[0].center.slot(var, name)
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[int]:
+    def paused(self) -> AbstractContextManager[int]:
         """Suspend updates during the block; on the host rank only. Not collective.
 
         ``with opt.paused() as step:`` waits for the update in progress. `center`,
@@ -503,8 +505,7 @@ class OneSidedOptimizer(Wrapper):
                 a call of this thread that would wait for an update.
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, if an update does not end.
         """
-        with paused(self._any()) as step:
-            yield step
+        return paused(self._any())
 
     def _any(self) -> Sequence[Served]:
         """Return what has a server; a freed one still answers questions."""

@@ -13,11 +13,15 @@ import contextlib
 import itertools
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from hpcaccum.device import to_host
 from hpcaccum.optimizers.center import Center, flat_rule
+from hpcaccum.optimizers.start import broadcast
 from hpcaccum.server import ParameterServer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from hpcaccum.accumulator import Receipt
     from hpcaccum.dtypes import Array
@@ -25,15 +29,14 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.base import Optimizer
     from hpcaccum.optimizers.snapshot import Parts
     from hpcaccum.optimizers.variable import Variable
-    from hpcaccum.server import ServerOptions
-    from hpcaccum.server.inbox import MakeInbox
+    from hpcaccum.server import MakeInbox, ServerOptions
 
 
 class Served:
     """Variables with a server of their own, whose center ``outer`` updates. Collective.
 
-    ``counts`` are the step, and maybe the tally, that it begins with. For the other
-    arguments see `ParameterServer`.
+    ``counts`` are the step, and maybe the tally, that it begins with; ``others`` are
+    the earlier fragments. For the other arguments see `ParameterServer`.
 
     Attributes:
         values: Arrays of the variables of this rank, by name.
@@ -53,6 +56,7 @@ class Served:
         what: str,
         capacities: Mapping[str, int],
         counts: Mapping[str, Any],
+        others: Sequence[Served],
     ) -> None:
         self._group, flat = group, flat_rule(outer)
         self.values = {var.name: var.value for var in variables}
@@ -69,6 +73,8 @@ class Served:
             capacities=capacities,
             **counts,
         )
+        for other in others:
+            other.server.leave_with(self.server)
         self.center = Center(outer, flat, self.server, self.values)
 
     def start(self, call: str, states: Mapping[str, Parts] | None) -> None:
@@ -143,3 +149,38 @@ def read(served: Sequence[Served], names: Sequence[str]) -> list[Array]:
         if own := [name for name in names if name in each.values]:
             found |= zip(own, each.server.read(own), strict=True)
     return [found[name] for name in names]
+
+
+def assign(
+    group: Group,
+    served: Sequence[Served],
+    variables: Sequence[Variable],
+    what: str,
+    before: Callable[[bool], None],
+) -> None:
+    """Set the center and all variables to those of one rank. Collective.
+
+    Their servers have been suspended. Each rank calls ``before`` with whether its
+    variables are assigned to all.
+    """
+    servers = [each.server for each in served]
+    source = servers[0].source
+
+    def check() -> None:
+        for server in servers:
+            server.check_not_paused("assign()")
+        before(group.rank == source)
+
+    try:
+        group.agree(what, check, lambda _: {})
+    except Exception:
+        for server in servers:
+            server.come_back()
+        group.allgather(None, what)
+        raise
+    broadcast(group, variables, what, source)
+    for each in served:
+        own = each.values if each.server.is_server else {}
+        values = {name: np.array(to_host(value)) for name, value in own.items()}
+        # This node may have older ones.
+        each.useful = each.step = each.server.assign(values)

@@ -16,11 +16,10 @@ from hpcaccum.layout import Layout
 from hpcaccum.mpi import complete
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
-    from hpcaccum.optimizers.served import Served
     from hpcaccum.optimizers.variable import Variable
 
 logger = logging.getLogger("hpcaccum")
@@ -52,41 +51,6 @@ def warn_of_wider(what: str, variables: Sequence[Variable]) -> None:
             len(wider),
             len(variables),
         )
-
-
-def assign(
-    group: Group,
-    served: Sequence[Served],
-    variables: Sequence[Variable],
-    what: str,
-    before: Callable[[bool], None],
-) -> None:
-    """Set the center and all variables to those of one rank. Collective.
-
-    Their servers have been suspended. Each rank calls ``before`` with whether its
-    variables are assigned to all.
-    """
-    servers = [each.server for each in served]
-    source = servers[0].source
-
-    def check() -> None:
-        for server in servers:
-            server.check_not_paused("assign()")
-        before(group.rank == source)
-
-    try:
-        group.agree(what, check, lambda _: {})
-    except Exception:
-        for server in servers:
-            server.come_back()
-        group.allgather(None, what)
-        raise
-    broadcast(group, variables, what, source)
-    for each in served:
-        own = each.values if each.server.is_server else {}
-        values = {name: np.array(to_host(value)) for name, value in own.items()}
-        # This node may have older ones.
-        each.useful = each.step = each.server.assign(values)
 
 
 def broadcast(
