@@ -191,6 +191,11 @@ def bucket_size(nbytes: Any) -> int | None:
     return number
 
 
+def check_wire_dtype(wire_dtype: Any) -> str | None:
+    """Return the name of a dtype in which gradients may travel; None for their own."""
+    return None if wire_dtype is None else str(float_dtype(wire_dtype, "wire_dtype"))
+
+
 def wire_format(wire_dtype: Any, dtype: np.dtype[Any]) -> np.dtype[Any] | None:
     """Return the dtype in which sums of ``dtype`` are sent; None for their own."""
     if wire_dtype is None:

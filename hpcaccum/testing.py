@@ -180,7 +180,12 @@ def servers(optimizer: Any) -> tuple[int, ...]:
 
 def own_step(optimizer: Any) -> int:
     """Return the step of this rank's variables."""
-    return int(optimizer._step)
+    return int(optimizer._served[0].step)
+
+
+def step_here(optimizer: Any) -> int:
+    """Return the step of the parameters that this node has."""
+    return int(optimizer._server._publisher.version())
 
 
 def admitted_step(optimizer: Any) -> int:

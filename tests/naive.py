@@ -107,6 +107,29 @@ def mean(
     }
 
 
+def rounded(arrays: Mapping[str, Any], wire: Any) -> Arrays:
+    """Return arrays after they have travelled in another dtype; None: in theirs."""
+    if wire is None:
+        return {**arrays}
+    return {name: each.astype(wire).astype(each.dtype) for name, each in arrays.items()}
+
+
+def mean_between(
+    gradients: Sequence[Mapping[str, Any]], nodes: Sequence[Sequence[int]], wire: Any
+) -> Arrays:
+    """Return the mean of gradients of ranks on nodes; the first has the server.
+
+    Each node adds those of its ranks. The sums of the others are rounded on their way.
+    """
+    sums = [
+        {n: allreduce([gradients[r][n] for r in ranks], "SUM") for n in gradients[0]}
+        for ranks in nodes
+    ]
+    sums[1:] = [rounded(each, wire) for each in sums[1:]]
+    total = {n: allreduce([each[n] for each in sums], "SUM") for n in gradients[0]}
+    return {n: each / each.dtype.type(len(gradients)) for n, each in total.items()}
+
+
 class SGD:
     """value -= rate * gradient."""
 
@@ -170,10 +193,12 @@ class Server:
             self._changed.wait_for(lambda: self.step > newer_than)
             return {n: value.copy() for n, value in self.values.items()}, self.step
 
-    def _update(self, gradient: Mapping[str, Any]) -> None:
-        self._rule(self.values, gradient)
-        self.step += 1
-        self._changed.notify_all()
+    def update(self, gradient: Mapping[str, Any]) -> None:
+        """Make an update."""
+        with self._changed:
+            self._rule(self.values, gradient)
+            self.step += 1
+            self._changed.notify_all()
 
 
 class SyncReplicas(Server):
@@ -207,7 +232,7 @@ class SyncReplicas(Server):
             self.round.append(gradient)
             self._weights.append(weight * (self._late if lag == 1 else 1))
             if len(self.round) == self._quorum:
-                self._update(mean(self.round, self._weights))
+                self.update(mean(self.round, self._weights))
                 self.round, self._weights = [], []
             return True
 
@@ -238,7 +263,7 @@ class DropStale(Server):
                 self.dropped += 1
                 return False
             weight *= self._lateness(lag)
-            self._update({n: weighted(each, weight) for n, each in gradient.items()})
+            self.update({n: weighted(each, weight) for n, each in gradient.items()})
             return True
 
 
@@ -276,6 +301,47 @@ class LocalStepsWorker:
 
     def _pushed(self) -> Arrays:
         return {name: self._center[name] - x for name, x in self.values.items()}
+
+
+class FragmentsWorker:
+    """Makes local steps; pushes fragments of its variables one after the other.
+
+    Douillard et al., "Streaming DiLoCo", 2025, https://arxiv.org/abs/2501.18512.
+
+    Args:
+        servers: Of each fragment.
+        rule: Of the local steps.
+    """
+
+    def __init__(self, servers: Sequence[Server], rule: Rule) -> None:
+        self._servers, self._rule = servers, rule
+        self._centers = [server.pull()[0] for server in servers]
+        self._pushed: list[Arrays] = [{} for _ in servers]
+        self.values = {n: x.copy() for each in self._centers for n, x in each.items()}
+
+    def step(self, gradient: Mapping[str, Any]) -> None:
+        """Make a local step."""
+        self._rule(self.values, gradient)
+
+    def difference(self, number: int) -> Arrays:
+        """Return what is pushed of a fragment."""
+        center = self._centers[number]
+        self._pushed[number] = {name: self.values[name].copy() for name in center}
+        return {name: center[name] - x for name, x in self._pushed[number].items()}
+
+    def take(self, number: int, wire: Any = None) -> None:
+        """Take the new center of a fragment; keep what has changed since the push."""
+        center = rounded(self._servers[number].pull()[0], wire)
+        for name, x in self._pushed[number].items():
+            self.values[name][...] = center[name] + (self.values[name] - x)
+        self._centers[number] = center
+
+    def due(self, call: int, period: int, overlap: int = 0) -> list[int]:
+        """Return which fragments are pushed, or taken, in a call, from 1."""
+        count = len(self._servers)
+        begin = [f * period // count for f in range(count)]
+        at = call - overlap
+        return [f for f in range(count) if at > 0 and at % period == begin[f]]
 
 
 class AGNWorker(LocalStepsWorker):

@@ -31,7 +31,17 @@ def sum_of_gradients(ranks: int, count: int) -> Array:
 
 def check_equal(actual: Array, expected: Any) -> None:
     """Raise WrongAnswerError if elements differ; show the first of them."""
-    wrong = np.flatnonzero(actual != expected)
+    _check(actual, expected, actual != expected)
+
+
+def check_close(actual: Array, expected: Array, error: float) -> None:
+    """Do as `check_equal`, but permit an error relative to the largest element."""
+    most = error * np.abs(expected).max(initial=0)
+    _check(actual, expected, ~(np.abs(actual - expected) <= most))
+
+
+def _check(actual: Array, expected: Any, are_wrong: Array) -> None:
+    wrong = np.flatnonzero(are_wrong)
     if wrong.size:
         first = wrong[0]
         wanted = np.broadcast_to(expected, actual.shape).flat[first]

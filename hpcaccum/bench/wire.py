@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from hpcaccum import (
+    SGD,
     CrossShardOptimizer,
     DropStaleGradientOptimizer,
+    LocalStepsOptimizer,
     SyncReplicasOptimizer,
 )
 from hpcaccum.bench.answers import (
     WrongAnswerError,
+    check_close,
     check_equal,
     gradient,
     sum_of_gradients,
@@ -41,6 +44,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _BASE = "cross-shard"
+# Local steps of a period; each pushes one of the variables.
+_PERIOD = 4
+_HALF = "bfloat16"
+# Relative error of a sum and of parameters that were rounded to it.
+_ROUNDED = 2.0**-7
 # Names of figures.
 OUT, IN, OTHER_OUT, OTHER_IN, LINK, FLOOR, TIME = (
     "bytes out of the host's node",
@@ -61,6 +69,10 @@ class Wire(Case):
     - ``drop-stale``: the drop-stale optimizer, an update for each rank's gradient. AGN
       pushes in the same way, every few steps.
     - ``sync, sharded`` and ``drop, sharded``: both with a server on each node.
+    - ``sync, bfloat16``: the same, with ``wire_dtype="bfloat16"``.
+    - ``fragments``: a period of 4 local steps, each of which pushes another quarter of
+      the size, with a quorum of all ranks and a server on each node.
+    - ``..., bfloat16``: the same, with ``wire_dtype="bfloat16"``.
     - ``MPI``: the library's Allreduce of the same bytes.
     - ``exchange``: each node sends the bytes to the next one.
 
@@ -75,7 +87,7 @@ class Wire(Case):
 
     help = "what each strategy sends between nodes, counted at the links"
     sizes = "4K,1M,16M"
-    memory = Memory(shared=16, shared_first=12, shared_all=4, private=22)
+    memory = Memory(shared=28, shared_first=21, shared_all=7, private=38)
     columns = Columns(
         "a step of all ranks; n: samples; bytes at the links, in units of the "
         "gradient:\n"
@@ -102,6 +114,7 @@ class Wire(Case):
         firsts = [ranks[0] for ranks in group.nodes]
         self._add_one_sided("sync-replicas", "drop-stale", 0)
         self._add_one_sided("sync, sharded", "drop, sharded", firsts)
+        self._add_in_half(firsts)
         mine, total = gradient(self.rank, count), self._result()
         self._add_counted(
             "MPI",
@@ -123,14 +136,51 @@ class Wire(Case):
             each=True,
         )
 
-    def _add_steps(
-        self, name: str, make: Callable[[Optimizer], Any], *, each: bool = False
-    ) -> None:
-        """Add steps of an optimizer that updates with the mean, or each gradient."""
+    def _add_in_half(self, servers: list[int]) -> None:
+        """Add what is sent in half precision, or in fragments."""
+        where: Any = {"comm": self.group, "servers": servers}
+        half = {**where, "wire_dtype": _HALF}
+        self._add_steps(
+            "sync, bfloat16",
+            lambda rule: SyncReplicasOptimizer(rule, self.n, **half),
+            share=0.5,
+        )
+        for name, options in ("fragments", where), ("..., bfloat16", half):
+            self._add_fragments(name, options)
+
+    def _add_fragments(self, name: str, options: dict[str, Any]) -> None:
+        def make(rule: Optimizer) -> Any:
+            count: dict[str, Any] = {"quorum": self.n, "fragments": _PERIOD}
+            return LocalStepsOptimizer(rule, SGD(1.0), _PERIOD, **count, **options)
+
         mine = functools.partial(gradient, self.rank)
         steps = Optimizing(self.count, make, gradient=mine)
         self._hold(steps.optimizer)
-        floor, check = sum_everywhere(self.nodes), self._check_mean
+
+        def run(inner: int) -> list[float]:
+            return [each * _PERIOD for each in steps.run(inner * _PERIOD)]
+
+        floor = sum_everywhere(self.nodes) * (0.5 if "wire_dtype" in options else 1)
+        self._add_counted(name, run, lambda: self._check_fragments(steps), floor)
+
+    def _add_steps(
+        self,
+        name: str,
+        make: Callable[[Optimizer], Any],
+        *,
+        each: bool = False,
+        share: float = 1,
+    ) -> None:
+        """Add steps of an optimizer that updates with the mean, or each gradient.
+
+        It sends a share of the bytes of what it exchanges.
+        """
+        mine = functools.partial(gradient, self.rank)
+        steps = Optimizing(self.count, make, gradient=mine)
+        self._hold(steps.optimizer)
+        floor, check = sum_everywhere(self.nodes) * share, self._check_mean
+        if share < 1:
+            check = self._check_rounded
         if each:
             floor, check = update_each(self.nodes, self.n), self._check_each
         self._add_counted(name, steps.run, lambda: check(steps), floor)
@@ -162,6 +212,20 @@ class Wire(Case):
         for variable in steps.variables:
             mean = gradient(0, variable.value.size) + (self.n - 1) / 2
             check_equal(variable.value, -np.float32(RATE * steps.taken) * mean)
+
+    def _check_rounded(self, steps: Optimizing) -> None:
+        for variable in steps.variables:
+            mean = gradient(0, variable.value.size) + (self.n - 1) / 2
+            expected = -np.float32(RATE * steps.taken) * mean
+            check_close(variable.value, expected, _ROUNDED)
+
+    def _check_fragments(self, steps: Optimizing) -> None:
+        """Compare variables, which contain this rank's steps since their push."""
+        for number, variable in enumerate(steps.variables):
+            pattern, own = gradient(0, variable.value.size), -number % _PERIOD
+            total = (steps.taken - own) * (self.n - 1) / 2 + own * self.rank
+            expected = np.float32(-RATE) * (steps.taken * pattern + total)
+            check_close(variable.value, expected, _ROUNDED)
 
     def _check_each(self, steps: Optimizing) -> None:
         """Compare the center with all updates, this rank's variables with some."""

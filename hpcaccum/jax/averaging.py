@@ -17,14 +17,14 @@ import optax
 from jax.experimental import io_callback
 
 from hpcaccum.accumulator import Tally
-from hpcaccum.arguments import positive_weight, rank_number
+from hpcaccum.arguments import check_wire_dtype, positive_weight, rank_number
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.jax.structure import Structure, is_key, key_data
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import MPI, Freeable, Group, group_of, lack_of_threads
 from hpcaccum.optimizers import Variable, start
 from hpcaccum.optimizers.finite import check_choice, to_drop
-from hpcaccum.optimizers.shard_reducer import ShardReducer, check_wire_dtype
+from hpcaccum.optimizers.shard_reducer import ShardReducer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

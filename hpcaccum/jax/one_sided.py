@@ -38,6 +38,7 @@ class Options(TypedDict, total=False):
     dedicated: bool
     on_nonfinite: OnNonfinite
     min_workers: int
+    wire_dtype: Any
     extra: Mapping[str, Any]
     snapshot: Any
 
@@ -53,7 +54,7 @@ class OneSided(Freeable):
         params: A pytree of float arrays, of the same structure on all ranks.
         strategy: The options that only this strategy has, by name.
         comm: Communicator of the ranks; COMM_WORLD by default.
-        host, dedicated, on_nonfinite, min_workers: See `OneSidedOptimizer`.
+        host, dedicated, on_nonfinite, min_workers, wire_dtype: See `OneSidedOptimizer`.
         extra: Arguments of the rule's ``update`` that `push` passes by name, such as
             ``{"value": 0.0}`` for the loss: floats, or pytrees of float arrays, of
             which only shapes and dtypes are used. They are sent, averaged and dropped
@@ -79,6 +80,7 @@ class OneSided(Freeable):
         dedicated: bool = False,
         on_nonfinite: OnNonfinite = "accept",
         min_workers: int = 1,
+        wire_dtype: Any = None,
         extra: Mapping[str, Any] = MappingProxyType({}),
         snapshot: Any = None,
     ) -> None:
@@ -103,6 +105,7 @@ class OneSided(Freeable):
                 "dedicated": dedicated,
                 "on_nonfinite": on_nonfinite,
                 "min_workers": min_workers,
+                "wire_dtype": wire_dtype,
             },
         )
         self._start(group, host, snapshot)
@@ -349,6 +352,9 @@ class LocalSteps(OneSided):
         period: T, at least 1.
         quorum: Number of pushes in an update; by default, each push is one.
         staleness, lateness: Without a quorum, as for `DropStale`.
+        fragments: Number of groups of leaves, which are pushed one after the other. The
+            outer rule updates each group independently of the others.
+        overlap: Number of calls for which a push does not wait.
     """
 
     def __init__(
@@ -361,6 +367,8 @@ class LocalSteps(OneSided):
         quorum: int | None = None,
         staleness: int | None = None,
         lateness: Lateness = None,
+        fragments: int = 1,
+        overlap: int = 0,
         **options: Unpack[Options],
     ) -> None:
         self._outer_rule = outer_rule
@@ -369,6 +377,8 @@ class LocalSteps(OneSided):
             "quorum": quorum,
             "staleness": staleness,
             "lateness": lateness,
+            "fragments": fragments,
+            "overlap": overlap,
         }
         super().__init__(optax_rule, params, strategy, **options)
 

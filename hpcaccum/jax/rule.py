@@ -61,7 +61,15 @@ class OptaxRule(Optimizer):
             of the last variables. These variables are not updated.
     """
 
-    __slots__ = ("_init", "_kept", "_states", "_update", "extra", "structure")
+    __slots__ = (
+        "_init",
+        "_kept",
+        "_rule",
+        "_states",
+        "_update",
+        "extra",
+        "structure",
+    )
 
     def __init__(
         self, rule: Any, structure: Structure, extra: Structure, name: str = "optax"
@@ -76,6 +84,7 @@ class OptaxRule(Optimizer):
         if extra.names:
             extra.check("extra").check_threads()
 
+        self._rule = rule
         keys, rule = _Keys(), optax.with_extra_args_support(rule)
 
         def init(params: Any) -> Any:
@@ -145,6 +154,14 @@ class OptaxRule(Optimizer):
         """Return the parameters, without the variables of extra arguments."""
         count = len(self.structure.names)
         return self.structure.pack(var.value for var in variables[:count])
+
+    def _needs_for_fragments(self) -> str | None:
+        return "params without extra= arguments" if self.extra.names else None
+
+    def _fragment(self, variables: Sequence[Variable]) -> OptaxRule:
+        """Return one for some of the leaves, which are a list."""
+        structure = self.structure.part([var.name for var in variables])
+        return OptaxRule(self._rule, structure, self.extra, self.get_name())
 
     def _kept_state(self, var_list: Any) -> KeptState:
         return _KeptByOptax(self, self._given_or_known(var_list))

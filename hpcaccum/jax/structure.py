@@ -14,7 +14,7 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers import Variable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from hpcaccum.dtypes import Array
 
@@ -51,6 +51,11 @@ class Structure:
             tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in found),
             nesting,
         )
+
+    def part(self, names: Sequence[str]) -> Structure:
+        """Return the structure of a list of some of the leaves."""
+        leaves = dict(zip(self.names, self.leaves, strict=True))
+        return Structure.of([leaves[name] for name in names])
 
     def check(self, what: str) -> Structure:
         """Return it, if all leaves can be exchanged."""

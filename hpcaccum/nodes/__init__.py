@@ -15,6 +15,7 @@ from hpcaccum.nodes.calls import Call, Calls
 from hpcaccum.nodes.parts import LostNodeError, NodeParts, Place
 from hpcaccum.nodes.transfer import (
     Incoming,
+    Narrowing,
     is_short,
     pieces_in,
     send_pieces,
@@ -27,6 +28,7 @@ __all__ = [
     "Calls",
     "Incoming",
     "LostNodeError",
+    "Narrowing",
     "NodeParts",
     "Place",
     "Service",

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.nodes.agent import Steps
-    from hpcaccum.nodes.transfer import Piece
+    from hpcaccum.nodes.transfer import Narrowing, Piece
 
 
 class Place(NamedTuple):
@@ -71,6 +71,7 @@ class NodeParts(Service):
         mapped: Whether all ranks have all parts mapped, so that none needs `sum`.
         nbytes_here: Bytes in this rank's memory.
         sends_short: Whether ranks may send short vectors to an agent that keeps copies.
+        narrowing: How sums of vectors of its dtype travel; by default as they are.
 
     Raises:
         InvalidArgumentError: On every rank, if a node has too little memory, or MPI
@@ -101,6 +102,7 @@ class NodeParts(Service):
         self._result = memory.common
         self._rank_inside, self._sums = inside.rank, 0
         self.sends_short = not self.mapped
+        self.narrowing: Narrowing | None = None
         # Of ranks on other nodes, on a leader: copies of what is in their parts.
         self._kept: dict[int, Array] = {}
         if not self.mapped:
@@ -295,6 +297,11 @@ class NodeParts(Service):
         self._collecting = False
         self._done.write(rank, number)
 
+    def _narrows(self, dtype: np.dtype[Any]) -> Narrowing | None:
+        """Return how sums of a dtype travel, if not as they are."""
+        found = self.narrowing
+        return found if found is not None and found.dtype == dtype else None
+
     def _has(self, node: int, places: Sequence[Place], copied: Collection[int]) -> bool:
         """Whether this agent has all vectors of a node, or copies."""
         return node == self.agent.node or all(p.rank in copied for p in places)
@@ -318,20 +325,29 @@ class NodeParts(Service):
         here: dict[int, Iterator[Array]] = {}
         incoming: dict[int, Incoming] = {}
         comm, leaders, nodes = self.agent.comm, self.agent.leaders, self.by_node(places)
+        narrowing = self._narrows(dtype)
         for node, there in nodes.items():
             if self._has(node, there, copied):
                 here[node] = self._pieces_here(there, ranges, dtype)
             else:
-                buffers = buffers_for(ranges, dtype)
+                buffers = (
+                    buffers_for(ranges, dtype)
+                    if narrowing is None
+                    else narrowing.buffers(ranges)
+                )
                 incoming[node] = Incoming(comm, leaders[node], tag, buffers)
         for piece in pieces_of(ranges, dtype.itemsize):
             # While the others travel.
             parts = {node: next(pieces) for node, pieces in here.items()}
             try:
-                parts |= yield from self._first_of(incoming)
+                arrived = yield from self._first_of(incoming)
             except LostNodeError:
                 yield from self._discard(incoming)
                 raise
+            if narrowing is not None:
+                unpack = narrowing.unpack
+                arrived = {n: unpack(data, piece) for n, data in arrived.items()}
+            parts |= arrived
             end = position + length(piece)
             with np.errstate(all="ignore"):
                 vectors = [parts[node] for node in nodes]
@@ -388,6 +404,8 @@ class NodeParts(Service):
     ) -> Steps:
         """Send ranges of the sum of vectors of this node to the agent of a rank."""
         pieces = self._pieces_here(places, ranges, dtype)
+        if (narrowing := self._narrows(dtype)) is not None:
+            pieces = map(narrowing.pack, pieces, pieces_of(ranges, dtype.itemsize))
         return send_pieces(self.agent.comm, rank, tag, pieces)
 
     def free(self) -> None:

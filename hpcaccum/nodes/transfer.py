@@ -78,6 +78,48 @@ def buffers_for(ranges: Sequence[slice], dtype: np.dtype[Any]) -> Iterator[Array
     )
 
 
+class Narrowing:
+    """How vectors travel between nodes in a narrower dtype, all but their ends.
+
+    A piece travels as bytes: what it has of the first ``count`` elements of the vector
+    is rounded, the others are as they are. A value that is too large becomes infinity.
+
+    Attributes:
+        dtype: Of the vectors.
+    """
+
+    def __init__(self, dtype: np.dtype[Any], narrow: np.dtype[Any], count: int) -> None:
+        self.dtype, self._narrow, self._count = dtype, narrow, count
+
+    def _parts(self, piece: Piece) -> tuple[int, int]:
+        """Return how many elements of a piece are rounded, and their bytes."""
+        ends = [(min(each.start, self._count), each.stop) for each in piece]
+        rounded = sum(max(0, min(stop, self._count) - start) for start, stop in ends)
+        return rounded, rounded * self._narrow.itemsize
+
+    def buffers(self, ranges: Sequence[slice]) -> Iterator[Array]:
+        """Yield memory for the pieces of ranges of a vector."""
+        for piece in pieces_of(ranges, self.dtype.itemsize):
+            rounded, nbytes = self._parts(piece)
+            rest = (length(piece) - rounded) * self.dtype.itemsize
+            yield np.empty(nbytes + rest, np.uint8)
+
+    def pack(self, values: Array, piece: Piece) -> Array:
+        """Return what is sent of the elements of a piece."""
+        rounded, _ = self._parts(piece)
+        with np.errstate(all="ignore"):
+            narrow = values[:rounded].astype(self._narrow)
+        return np.concatenate([_bytes(narrow), _bytes(values[rounded:])])
+
+    def unpack(self, data: Array, piece: Piece) -> Array:
+        """Return the elements of a piece that was received."""
+        values = np.empty(length(piece), self.dtype)
+        rounded, nbytes = self._parts(piece)
+        values[:rounded] = data[:nbytes].view(self._narrow)
+        values[rounded:] = data[nbytes:].view(self.dtype)
+        return values
+
+
 def send_pieces(
     comm: mpi4py_MPI.Intracomm, rank: int, tag: int, pieces: Iterator[Array]
 ) -> Steps:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.checks import Pairs, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.slices import Gradient
-    from hpcaccum.server import ParameterServer, Servers
+    from hpcaccum.server import Servers
 
 
 class UnknownVariableError(InvalidArgumentError, KeyError):
@@ -132,8 +132,9 @@ class AGNOptimizer(LocalSteps):
         use_locking: Ignored.
         name: Name for messages.
         comm, host: See `OneSidedOptimizer`; those of the getter, if there is one.
-        dedicated, servers, on_nonfinite, min_workers: See `OneSidedOptimizer`. A call
-            whose gradients are dropped makes no local step and does not count.
+        dedicated, servers, on_nonfinite, min_workers, wire_dtype: See
+            `OneSidedOptimizer`. A call whose gradients are dropped makes no local step
+            and does not count.
 
     Source: Hermans, Accumulated Gradient Normalization, 2017 (arXiv:1710.02368); the
         behavior of ``tf.contrib.opt.AGNOptimizer``, which pushes raw gradients, not
@@ -156,6 +157,7 @@ class AGNOptimizer(LocalSteps):
         servers: Servers = "auto",
         on_nonfinite: OnNonfinite = "accept",
         min_workers: int = 1,
+        wire_dtype: Any = None,
     ) -> None:
         def check(_: int) -> dict[str, int | None]:
             if not isinstance(custom_getter, AGNCustomGetter | None):
@@ -180,6 +182,7 @@ class AGNOptimizer(LocalSteps):
             servers,
             on_nonfinite,
             min_workers,
+            wire_dtype,
         )
         super().__init__(optimizer, None, name, check, place)
         self._getter = custom_getter
@@ -229,7 +232,7 @@ class AGNOptimizer(LocalSteps):
         self._check_registered(variables)
         self.initialize(variables if self._getter is None else None)
 
-    def _step_locally(self, server: ParameterServer, pairs: Pairs) -> None:
+    def _step_locally(self, pairs: Pairs) -> None:
         rows = copied_rows(pairs, self._rows.dtype)
         self._rows.check(rows)
         grads = {n: g for n, g in gradients_by_name(pairs).items() if n not in rows}
@@ -237,7 +240,8 @@ class AGNOptimizer(LocalSteps):
         arrays = apart(list(grads.values()), [var.value for _, var in pairs])
         self.inner.apply_gradients(pairs)
         # On a device, plain CuPy expressions: a kernel would move as many bytes.
-        self._add(self._places(server), dict(zip(grads, arrays, strict=True)))
+        sums = self._places(self._served[0])
+        self._add(sums, dict(zip(grads, arrays, strict=True)))
         self._rows.add(rows)
 
     def _add(self, sums: Mapping[str, Array], grads: Mapping[str, Gradient]) -> None:
@@ -251,9 +255,12 @@ class AGNOptimizer(LocalSteps):
                 np.add(total, grad, out=total, casting="same_kind")
         self._summed.update(grads)
 
-    def _communicate(self, server: ParameterServer, pairs: Pairs) -> Receipt:
+    def _communicate(self, pairs: Pairs) -> Receipt | None:
         """Push the mean gradients of the variables of a call; pull these variables."""
-        sums, given = self._places(server), [v for grad, v in pairs if grad is not None]
+        if self._calls % self._period:
+            return None
+        served, given = self._served[0], [v for grad, v in pairs if grad is not None]
+        sums = self._places(served)
         arrays = {var.name: sums[var.name] for var in given if not var.sparse}
         for total in arrays.values():
             np.divide(total, total.dtype.type(self._period), out=total)
@@ -264,10 +271,10 @@ class AGNOptimizer(LocalSteps):
         # raises may have been accepted, and must not be repeated.
         self._summed.difference_update(arrays)
         self._rows.clear(rows)
-        receipt = server.push(means, self._step)
-        self._useful = receipt.global_step + 1
+        receipt = served.server.push(means, served.step)
+        served.useful = receipt.global_step + 1
         # The local steps have changed the rows that are pushed.
-        self._pull({name: self._values[name] for name in means})
+        served.pull({name: self._values[name] for name in means})
         return receipt
 
     def get_init_op(self, task_index: int) -> Callable[[], None]:
@@ -286,7 +293,7 @@ class AGNOptimizer(LocalSteps):
 
         def init() -> None:
             self.initialize()
-            self._pull_all()
+            self._served[0].pull_all()
             self._summed.clear()
             self._rows.clear()
 

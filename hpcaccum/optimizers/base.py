@@ -259,7 +259,7 @@ class Optimizer(abc.ABC):
         state.set(snapshot["state"])
 
     # The contract with wrappers and adapters, besides the interface above: the next
-    # five. For an optimizer of the user, the defaults are right.
+    # seven. For an optimizer of the user, the defaults are right.
 
     # The options of the host for the center; None: each server uses those of its rank.
     _host_options: HostOptions | None = None
@@ -275,6 +275,14 @@ class Optimizer(abc.ABC):
         Only then can ranks copy these rows instead of the whole variable.
         """
         return f"an inner optimizer that is a rule of hpcaccum, not {self!r}"
+
+    def _needs_for_fragments(self) -> str | None:
+        """Return what it lacks to update groups of variables in several threads."""
+        return f"an outer optimizer that is a rule of hpcaccum, not {self!r}"
+
+    def _fragment(self, variables: Sequence[Variable]) -> Optimizer:
+        """Return what updates a group of variables, independently of others."""
+        return self
 
     def _kept_state(self, var_list: Variables | None) -> KeptState:
         """Return the state of variables; for None, of all that this optimizer has."""

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.update_rule import Given
     from hpcaccum.server import ParameterServer
 
+# What one of several servers has of a variable itself, beside its state.
+_VALUE = "?value"
+
 # A part of the state of a variable: its name and its value.
 StatePart = tuple[str, Any]
 
@@ -157,7 +160,10 @@ class Center:
             return {}
         variables = self._variables.values()
         wanted = [var for var in variables if question in (None, var.name)]
-        return kept_state(self._inner, wanted) if wanted else {}
+        found = kept_state(self._inner, wanted) if wanted else {}
+        if self._server.rounds:
+            found |= {(var.name, _VALUE): (var.name, var.value) for var in wanted}
+        return found
 
     # The root
 
@@ -181,7 +187,11 @@ class Center:
         with self._server.paused():
             step, tally, values = self._server.state()
             # The slots are copied during the pause, too.
-            copies = snapshot_of(values, self._state())
+            state = self._state()
+            # What the host was sent by other servers may be rounded.
+            exact = {name for name, part in state if part == _VALUE}
+            values |= {name: state.pop((name, _VALUE)) for name in exact}
+            copies = snapshot_of(values, state)
         return {**copies, "global_step": step, "tally": tally.as_lists()}
 
     def _state(self) -> dict[Key, Any]:

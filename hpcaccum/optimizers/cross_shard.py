@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from hpcaccum.accumulator import Receipt
-from hpcaccum.arguments import positive_weight, wire_format
+from hpcaccum.arguments import check_wire_dtype, positive_weight, wire_format
 from hpcaccum.device import release, to_host
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Group, Objects, group_of
@@ -20,7 +20,6 @@ from hpcaccum.optimizers.checks import (
 )
 from hpcaccum.optimizers.shard_reducer import (
     ShardReducer,
-    check_wire_dtype,
     device_sums,
     layout_of,
     row_formats,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.base import Optimizer
     from hpcaccum.optimizers.checks import Loss, Pairs, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
-    from hpcaccum.server import Lateness, ParameterServer, Servers
+    from hpcaccum.server import Lateness, Servers
 
 
 class DropStaleGradientOptimizer(OneSidedOptimizer):
@@ -43,7 +43,7 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
             at once, for each lag from 0 to ``staleness``, but not above 1000; larger
             lags have the factor of 1000. It must return the same on all ranks. By
             default all factors are 1.
-        comm, host, dedicated, servers, on_nonfinite, min_workers: See
+        comm, host, dedicated, servers, on_nonfinite, min_workers, wire_dtype: See
             `OneSidedOptimizer`.
 
     Source: the behavior of ``tf.contrib.opt``'s optimizer of this name, whose check
@@ -65,6 +65,7 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
         servers: Servers = "auto",
         on_nonfinite: OnNonfinite = "accept",
         min_workers: int = 1,
+        wire_dtype: Any = None,
     ) -> None:
         def check(workers: int) -> dict[str, Any]:
             most = 2 * workers if staleness is None else integer(staleness, "staleness")
@@ -74,7 +75,9 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
             opt,
             name,
             check,
-            ServerOptions(comm, host, dedicated, servers, on_nonfinite, min_workers),
+            ServerOptions(
+                comm, host, dedicated, servers, on_nonfinite, min_workers, wire_dtype
+            ),
         )
         self._max_lag = self._options["staleness"]
         self._factors = self._options["lateness"]
@@ -90,16 +93,17 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
         is applied twice lags behind its own first update.
         """
         pairs = super().compute_gradients(loss, var_list, *args, **kwargs)
-        self._computed_at = self._step
+        self._computed_at = self._served[0].step
         return pairs
 
-    def _assign(self, server: ParameterServer) -> None:
-        super()._assign(server)
+    def _assign(self) -> None:
+        super()._assign()
         self._computed_at = None
 
     @property
     def _local_step(self) -> int:
-        return self._step if self._computed_at is None else self._computed_at
+        at = self._computed_at
+        return super()._local_step if at is None else at
 
     @property
     def stale_counter(self) -> int:

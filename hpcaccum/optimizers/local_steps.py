@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcaccum.accumulator import Receipt
 from hpcaccum.arguments import integer, positive_count
-from hpcaccum.device import all_on_device, copyto, cupy, release
+from hpcaccum.device import all_on_device, copyto, cupy, library, release
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.optimizers.base import Optimizer
+from hpcaccum.optimizers.base import KeptState, Optimizer
 from hpcaccum.optimizers.checks import check_sparse
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
+from hpcaccum.optimizers.served import fragments_of
 from hpcaccum.optimizers.wrapper import check_inner, one_thread
 from hpcaccum.server import ServerOptions, factors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from mpi4py import MPI as mpi4py_MPI
 
@@ -27,8 +29,9 @@ if TYPE_CHECKING:
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.checks import Loss, Pairs, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
+    from hpcaccum.optimizers.served import Served
     from hpcaccum.optimizers.variable import Variable
-    from hpcaccum.server import Lateness, ParameterServer, Servers
+    from hpcaccum.server import Lateness, Servers
 
 
 class LocalSteps(OneSidedOptimizer):
@@ -71,34 +74,37 @@ class LocalSteps(OneSidedOptimizer):
         variables = self._prepare(var_list)
         return Optimizer.compute_gradients(self, loss, variables, *args, **kwargs)
 
-    def _drop(self, server: ParameterServer) -> Receipt:
-        return server.drop(self._step)
+    def _drop(self) -> Receipt:
+        served = self._served[0]
+        return served.server.drop(served.step)
 
-    def _send(self, server: ParameterServer, pairs: Pairs, weight: float) -> Receipt:
+    def _send(self, pairs: Pairs, weight: float) -> Receipt:
         try:
-            self._step_locally(server, pairs)
+            self._step_locally(pairs)
             self._calls += 1
-            if self._calls % self._period:
-                return Receipt(True, self._step, self._step, sent=False)
-            return self._communicate(server, pairs)
+            if (receipt := self._communicate(pairs)) is not None:
+                return receipt
+            step = self._served[0].step
+            return Receipt(True, step, step, sent=False)
         except BaseException:
             # Rows may have changed of which no push tells: pull all of them.
-            server.forget(var.name for _, var in pairs)
+            for served in self._served:
+                served.server.forget(var.name for _, var in pairs)
             raise
 
-    def _step_locally(self, server: ParameterServer, pairs: Pairs) -> None:
+    def _step_locally(self, pairs: Pairs) -> None:
         """Make a local step, and keep what the next push needs."""
         raise NotImplementedError
 
-    def _communicate(self, server: ParameterServer, pairs: Pairs) -> Receipt:
-        """Push, and pull the new center."""
+    def _communicate(self, pairs: Pairs) -> Receipt | None:
+        """Push and pull what is due; return the receipt of a push."""
         raise NotImplementedError
 
-    def _places(self, server: ParameterServer) -> Mapping[str, Array]:
+    def _places(self, served: Served) -> Mapping[str, Array]:
         """Return arrays for the next push: this rank's buffer, or device memory."""
-        if not all_on_device("variables", self._values.values()):
-            return server.gradient_arrays()
-        for name, value in self._values.items():
+        if not all_on_device("variables", served.values.values()):
+            return served.server.gradient_arrays()
+        for name, value in served.values.items():
             if name not in self._on_device:
                 dtype = accumulation_dtype(value.dtype)
                 self._on_device[name] = cupy().zeros(value.shape, dtype)
@@ -113,12 +119,25 @@ class LocalSteps(OneSidedOptimizer):
         Raises:
             InvalidArgumentError: Before `initialize`, or on a dedicated server.
         """
-        self._training_server()
+        self._training()
         return Optimizer.gradient_arrays(self)
 
     def _free(self) -> None:
         super()._free()
         release(self._on_device)
+
+
+@dataclass
+class Flight:
+    """A push whose answer is taken later.
+
+    Attributes:
+        due: The call that takes it.
+        receipt: Of the push.
+    """
+
+    due: int
+    receipt: Receipt
 
 
 class LocalStepsOptimizer(LocalSteps):
@@ -140,6 +159,20 @@ class LocalStepsOptimizer(LocalSteps):
     more than ``staleness``, as in `DropStaleGradientOptimizer`. A rank whose push is
     dropped goes on with the newest center.
 
+    With ``fragments=F``, the variables are in F groups, in their order and of about the
+    same number of bytes, which are pushed one after the other: number f in the calls
+    whose number modulo T is f T / F, rounded down. Each push is of one fragment, which
+    has a center, a step and a quorum of its own. Receipts have the step of a fragment;
+    `global_step` and `statistics` count the updates and the pushes of all.
+
+    With ``overlap=j``, a push does not wait. The rank goes on, and takes the new center
+    j calls later, with what the calls after the push have changed::
+
+        x' := x, at the push;   j calls later:  x := c + (x - x')
+
+    A dropped push is treated in the same way, with the newest center. The rank waits
+    only if the new center is not there after j calls.
+
     The state of ``inner`` belongs to its rank and stays when x is set to the center;
     snapshots contain the state of ``outer`` only. `learning_rate` is that of ``inner``.
     Local steps after the last push do not count; `assign` and `restore` undo them. A
@@ -148,14 +181,18 @@ class LocalStepsOptimizer(LocalSteps):
 
     Args:
         inner: Makes the local steps.
-        outer: Makes the updates of the center, on the servers.
+        outer: Makes the updates of the center, on the servers. For fragments it must be
+            a rule of this package, or what an adapter was given.
         period: T, the number of local steps of a push.
         quorum: Number of pushes in an update, at most that of the ranks that train. By
             default, each push is an update.
         staleness: Without a quorum, the largest lag accepted; unlimited by default.
         lateness: Without a quorum, see `DropStaleGradientOptimizer`.
+        fragments: F, at most the period and the number of variables. More than 1 is not
+            for ``dedicated`` servers.
+        overlap: Calls for which a push does not wait, fewer than the period.
         name: Name for messages.
-        comm, host, dedicated, servers, on_nonfinite, min_workers: See
+        comm, host, dedicated, servers, on_nonfinite, min_workers, wire_dtype: See
             `OneSidedOptimizer`. A call whose gradients are dropped makes no local step
             and does not count.
 
@@ -164,7 +201,8 @@ class LocalStepsOptimizer(LocalSteps):
 
     Source: Douillard et al., DiLoCo, 2023 (arXiv:2311.08105); without a quorum, Liu et
         al., Asynchronous Local-SGD Training for Language Modeling, 2024
-        (arXiv:2401.09135).
+        (arXiv:2401.09135); fragments and overlap: Douillard et al., Streaming DiLoCo
+        with overlapping communication, 2025 (arXiv:2501.18512).
     """
 
     def __init__(
@@ -176,6 +214,8 @@ class LocalStepsOptimizer(LocalSteps):
         quorum: int | None = None,
         staleness: int | None = None,
         lateness: Lateness = None,
+        fragments: int = 1,
+        overlap: int = 0,
         name: str = "LocalSteps",
         comm: mpi4py_MPI.Comm | Group | None = None,
         host: int = 0,
@@ -183,6 +223,7 @@ class LocalStepsOptimizer(LocalSteps):
         servers: Servers = "auto",
         on_nonfinite: OnNonfinite = "accept",
         min_workers: int = 1,
+        wire_dtype: Any = None,
     ) -> None:
         def check(workers: int) -> dict[str, Any]:
             check_inner(outer, self)
@@ -200,55 +241,184 @@ class LocalStepsOptimizer(LocalSteps):
                     f"quorum must be at most {workers}, the number of ranks that "
                     f"train, got {count}"
                 )
+            groups, later = _checked_overlap(fragments, overlap, steps)
+            if groups > 1:
+                _check_fragments(outer, dedicated=bool(dedicated))
             return {
                 "outer": outer,
                 "period": steps,
                 "quorum": count,
                 "staleness": most,
                 "lateness": factors_of(lateness, math.inf if most is None else most),
+                "fragments": groups if groups > 1 else None,
+                "overlap": later or None,
             }
 
-        place = ServerOptions(comm, host, dedicated, servers, on_nonfinite, min_workers)
+        place = ServerOptions(
+            comm, host, dedicated, servers, on_nonfinite, min_workers, wire_dtype
+        )
         super().__init__(inner, outer, name, check, place)
         self._period = self._options["period"]
         self._quorum, self._factors = self._options["quorum"], self._options["lateness"]
         if (most := self._options["staleness"]) is not None:
             self._max_lag = most
+        self._fragments = self._options["fragments"] or 1
+        self._overlap: int = self._options["overlap"] or 0
         # The variables that have changed since the last pull: their values before are
-        # where their differences will be pushed from.
+        # where their differences will be pushed from. If a push of their fragment is
+        # under way, since this push: their values then are in `_before`.
         self._changed: set[str] = set()
+        self._before: dict[str, Array] = {}
+        # By number of a fragment.
+        self._flights: dict[int, Flight] = {}
+
+    def _outer_of(self, fragment: Sequence[Variable]) -> Optimizer:
+        return self.outer if self._fragments == 1 else self.outer._fragment(fragment)
+
+    def _kept_state(self, var_list: Variables | None) -> KeptState:
+        if self._fragments == 1:
+            return super()._kept_state(var_list)
+        variables = self._given_or_known(var_list)
+        fragments = fragments_of(variables, self._fragments)
+        return KeptInFragments(
+            self, variables, [self._outer_of(f)._kept_state(f) for f in fragments]
+        )
 
     def _check_start(self, var_list: Variables | None) -> list[Variable]:
         variables = super()._check_start(var_list)
         needs = "an optimizer that pushes gradients, not differences"
         check_sparse(self.get_name(), variables, None, needs)
+        if len(variables) < self._fragments:
+            raise InvalidArgumentError(
+                f"{self.get_name()}: fragments must be at most the number of "
+                f"variables, which is {len(variables)}, got {self._fragments}"
+            )
         return variables
 
     def _start(self, variables: list[Variable]) -> None:
         super()._start(variables)
-        self._changed.clear()
+        self._forget_steps()
 
-    def _step_locally(self, server: ParameterServer, pairs: Pairs) -> None:
-        grads = {var.name for grad, var in pairs if grad is not None}
-        if new := grads - self._changed:
-            places = self._places(server)
-            for name in new:
-                copyto(places[name], self._values[name])
-            self._changed |= new
+    def _forget_steps(self) -> None:
+        """Do not push the local steps since the last pushes."""
+        self._changed.clear()
+        self._flights.clear()
+
+    def _step_locally(self, pairs: Pairs) -> None:
+        grads = {var.name for grad, var in pairs if grad is not None} - self._changed
+        for number, served in enumerate(self._served):
+            if new := grads.intersection(served.values):
+                flies = number in self._flights
+                places = self._before if flies else self._places(served)
+                for name in new:
+                    copyto(places[name], self._values[name])
+                self._changed |= new
         self.inner.apply_gradients(pairs)
 
-    def _communicate(self, server: ParameterServer, pairs: Pairs) -> Receipt:
-        places = self._places(server)
-        differences = {n: places[n] for n in self._values if n in self._changed}
+    def _communicate(self, pairs: Pairs) -> Receipt | None:
+        receipt = None
+        for number, served in enumerate(self._served):
+            if number in self._flights and self._flights[number].due == self._calls:
+                self._land(served, self._flights.pop(number).receipt)
+            offset = number * self._period // self._fragments
+            if self._calls % self._period == offset:
+                receipt = self._push(served)
+                if not self._overlap:
+                    self._after(served, receipt)
+                    continue
+                served.expect(receipt)
+                self._keep_apart(served)
+                self._flights[number] = Flight(self._calls + self._overlap, receipt)
+        return receipt
+
+    def _push(self, served: Served) -> Receipt:
+        """Push the difference of a fragment."""
+        places = self._places(served)
+        differences = {n: places[n] for n in served.values if n in self._changed}
         with np.errstate(all="ignore"):
             for name, place in differences.items():
                 np.subtract(place, self._values[name], out=place)
         # Before the push: one that raises may have been accepted, and is not repeated.
-        self._changed.clear()
-        receipt = server.push(differences, self._step)
-        self._after(server, receipt)
-        return receipt
+        self._changed -= differences.keys()
+        return served.server.push(differences, served.step)
 
-    def _assign(self, server: ParameterServer) -> None:
-        super()._assign(server)
-        self._changed.clear()
+    def _keep_apart(self, served: Served) -> None:
+        """Make memory for values that change while a push is under way."""
+        for name, value in served.values.items():
+            if name not in self._before:
+                self._before[name] = library(value).empty_like(value)
+
+    def _land(self, served: Served, receipt: Receipt) -> None:
+        """Pull the answer to a push; add what has changed since."""
+        changed = self._changed.intersection(served.values)
+        moved = {name: self._before[name] for name in changed}
+        with np.errstate(all="ignore"):
+            for name, before in moved.items():
+                np.subtract(self._values[name], before, out=before)
+            self._after(served, receipt)
+            if not moved:
+                return
+            places = self._places(served)
+            for name, difference in moved.items():
+                value = self._values[name]
+                copyto(places[name], value)
+                np.add(value, difference, out=value)
+
+    def _assign(self) -> None:
+        super()._assign()
+        self._forget_steps()
+
+    def _free(self) -> None:
+        super()._free()
+        release(self._before)
+
+
+class KeptInFragments(KeptState):
+    """The state of variables whose fragments have servers of their own."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        variables: list[Variable],
+        fragments: Sequence[KeptState],
+    ) -> None:
+        super().__init__(optimizer, variables)
+        self._fragments = fragments
+
+    def check(self, snapshot: Any) -> None:
+        """Raise unless the part of each fragment can be set."""
+        super().check(snapshot)
+        for each in self._fragments:
+            names = [var.name for var in each.variables]
+            found = {
+                part: {name: snapshot[part].get(name, {}) for name in names}
+                for part in ("variables", "state")
+            }
+            each.check({**snapshot, **found})
+
+
+def _checked_overlap(fragments: Any, overlap: Any, period: int) -> tuple[int, int]:
+    """Return the number of fragments and the overlap."""
+    groups, later = positive_count(fragments, "fragments"), integer(overlap, "overlap")
+    if groups > period:
+        raise InvalidArgumentError(
+            f"fragments must be at most the period, which is {period}, got {groups}: "
+            f"each is pushed once a period, in a call of its own"
+        )
+    if not 0 <= later < period:
+        raise InvalidArgumentError(
+            f"overlap must be at least 0 and less than the period, which is {period}, "
+            f"got {later}"
+        )
+    return groups, later
+
+
+def _check_fragments(outer: Optimizer, *, dedicated: bool) -> None:
+    """Raise InvalidArgumentError unless a center can be in several fragments."""
+    if dedicated:
+        raise InvalidArgumentError(
+            "fragments= needs servers that also train: each fragment has a server "
+            "thread; with dedicated=True, use fragments=1"
+        )
+    if (needs := outer._needs_for_fragments()) is not None:
+        raise InvalidArgumentError(f"fragments= needs {needs}")

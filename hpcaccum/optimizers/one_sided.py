@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import logging
 import math
+import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcaccum.arguments import wire_format
 from hpcaccum.device import all_on_device
 from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.layout import Layout
 from hpcaccum.mpi import group_of
 from hpcaccum.optimizers.base import (
     ExchangeKind,
@@ -20,7 +23,6 @@ from hpcaccum.optimizers.base import (
     check_weighed,
     set_global_step,
 )
-from hpcaccum.optimizers.center import Center, flat_rule
 from hpcaccum.optimizers.checks import (
     capacities,
     check_sparse,
@@ -28,14 +30,21 @@ from hpcaccum.optimizers.checks import (
     declared,
     listed,
 )
+from hpcaccum.optimizers.served import (
+    Served,
+    assign,
+    divided,
+    fragments_of,
+    paused,
+    read,
+)
 from hpcaccum.optimizers.slices import pushed
-from hpcaccum.optimizers.snapshot import set_values
-from hpcaccum.optimizers.start import assign, warn_of_wider
+from hpcaccum.optimizers.snapshot import set_values, together
+from hpcaccum.optimizers.start import warn_of_wider
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import Wrapper, one_thread
 from hpcaccum.server import (
     BoundedStalenessInbox,
-    ParameterServer,
     QuorumInbox,
     ServerOptions,
     check_nodes,
@@ -43,14 +52,15 @@ from hpcaccum.server import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from hpcaccum.accumulator import Receipt, Tally
     from hpcaccum.dtypes import Array
     from hpcaccum.optimizers.checks import Loss, Pairs, PairsLike, Variables
     from hpcaccum.optimizers.snapshot import Parts
     from hpcaccum.rows import RowPlace
-    from hpcaccum.server import Factors, Inbox
+    from hpcaccum.server import Factors, Inbox, ParameterServer
 
 logger = logging.getLogger("hpcaccum")
 
@@ -102,6 +112,11 @@ class OneSidedOptimizer(Wrapper):
             raises InvalidArgumentError on this rank.
         min_workers: Fewest ranks that train on after others are lost; if fewer remain,
             all raise LostRankError. Ranks that leave are not lost.
+        wire_dtype: A narrower dtype, such as ``"bfloat16"``, in which sums of gradients
+            and parameters are sent between nodes, rounded once on each way. The center
+            and `snapshot` are not rounded; ranks on other nodes than the server's, or
+            on all if there are several servers, have rounded parameters. Vectors of up
+            to 8 KiB, rows, and parameters beside sparse ones are sent as they are.
 
     Raises:
         TypeError, InvalidArgumentError, DisagreementError: On every rank.
@@ -109,8 +124,9 @@ class OneSidedOptimizer(Wrapper):
 
     exchange = ExchangeKind.ONE_SIDED
 
-    _server: ParameterServer | None = None
-    _center: Center | None = None
+    # The variables, once there are any; several groups if it pushes fragments.
+    _served: Sequence[Served] = ()
+    _fragments = 1
     # Least number of gradients in an update. Without it, each gradient is an update if
     # its lag is not larger than this. The factors of late gradients; with a quorum, all
     # but those that are one step late are dropped.
@@ -148,21 +164,23 @@ class OneSidedOptimizer(Wrapper):
         self._servers: tuple[int, ...] | None = self._options["servers"]
         check_nodes(self._servers, group)
         self._workers: int = self._options["workers"]
-        # The step of this rank's variables, and the first one worth waiting for.
-        self._step, self._useful = -1, 0
 
     def __repr__(self) -> str:
         """Show the options of this strategy and the servers, also those by default."""
         options = {name: self._options[name] for name in self._own}
-        options |= {"servers": self._place.servers, "name": self.get_name()}
+        options |= {
+            "servers": self._place.servers,
+            "wire_dtype": self._options["wire_dtype"],
+            "name": self.get_name(),
+        }
         shown = [f"{k}={v!r}" for k, v in options.items() if v is not None]
         return f"{type(self).__name__}({', '.join([repr(self.inner), *shown])})"
 
     def _make_inbox(
-        self, size: int, dtype: np.dtype[Any], rows: Sequence[RowPlace]
+        self, what: str, size: int, dtype: np.dtype[Any], rows: Sequence[RowPlace]
     ) -> Inbox:
         here = self._group, self._root, size, dtype
-        workers, factors, what = self._workers, self._factors, self.get_name()
+        workers, factors = self._workers, self._factors
         if self._quorum is not None:
             late = 0.0 if factors is None else factors(1)
             return QuorumInbox(*here, self._quorum, workers, rows, what, late)
@@ -182,7 +200,7 @@ class OneSidedOptimizer(Wrapper):
                 one is sparse and this optimizer cannot send its rows.
         """
         self._check_open()
-        if self._server is not None:
+        if self._served:
             self._check_known([] if var_list is None else check_variables(var_list))
             return
         variables = self._group.agree(
@@ -197,9 +215,6 @@ class OneSidedOptimizer(Wrapper):
         states: Mapping[str, Parts] | None,
     ) -> None:
         """Start a server, also from the counts and states of a snapshot. Collective."""
-        what = self._call("initialize")
-        if self._group.rank == 0:
-            warn_of_wider(self.get_name(), variables)
         self._start(variables)
         self._begin_at(counts.get("step", 0))
         if (servers := self._servers) is None:
@@ -208,50 +223,49 @@ class OneSidedOptimizer(Wrapper):
             servers = spread(self._root, self._group, nbytes, divisible=divisible)
         least = self._options["min_workers"]
         place = dataclasses.replace(self._place, servers=servers, min_workers=least)
-        self._place, flat = place, flat_rule(self.outer)
+        self._place = place
         if self._group.rank == 0:
+            warn_of_wider(self.get_name(), variables)
             logger.info("%r", self)
-        server = self._server = ParameterServer(
-            self._group,
-            self._values,
-            self._make_inbox,
-            place,
-            self.get_name(),
-            rule=flat,
-            finish=self._pull_all,
-            elementwise=self.outer.elementwise,
-            capacities=capacities(variables, self._share),
-            **counts,
-        )
-        center = self._center = Center(self.outer, flat, server, self._values)
         # Without slots: it computes gradients of these, but updates the center's.
         Optimizer.initialize(self.inner, variables)
-        states = server.divide(states)
-        self._group.agree(what, lambda: center.prepare(states), lambda _: {})
-        if server.is_server:
-            center.serve()
-        self._pull()
+        for number, fragment in enumerate(fragments_of(variables, self._fragments)):
+            what = self.get_name() + f", fragment {number}" * (self._fragments > 1)
+            served = Served(
+                self._group,
+                fragment,
+                self._outer_of(fragment),
+                functools.partial(self._make_inbox, what),
+                place,
+                what,
+                capacities(fragment, self._share),
+                divided(counts, self._fragments)[number],
+                others=self._served,
+            )
+            self._served = (*self._served, served)
+            served.start(self._call("initialize"), states)
         # No rank may train before all have the same variables.
-        self._group.allgather(None, what)
+        self._group.allgather(None, self._call("initialize"))
 
-    def _start(self, variables: list[Variable]) -> None:
-        super()._start(variables)
-        self._step, self._useful = -1, 0
+    def _outer_of(self, fragment: Sequence[Variable]) -> Optimizer:
+        return self.outer
 
     def _check_start(self, var_list: Any) -> list[Variable]:
         variables = super()._check_start(var_list)
         needs = self.outer._needs_for_rows()
         check_sparse(self.get_name(), variables, self._servers, needs)
+        layout = Layout.of({var.name: var.value for var in variables})
+        wire_format(self._options["wire_dtype"], layout.dtype)
         return variables
 
-    def _training_server(self) -> ParameterServer:
-        server = self._open_server()
-        if server.only_serves:
+    def _training(self) -> Sequence[Served]:
+        served = self._open()
+        if served[0].server.only_serves:
             raise InvalidArgumentError(
                 f"rank {self._group.rank} is a dedicated server of {self.get_name()} "
                 f"and does not train: call serve()"
             )
-        return server
+        return served
 
     def serve(self, after_update: Callable[[int], object] | None = None) -> None:
         """Serve until all other ranks have left; servers of ``dedicated=True`` only.
@@ -268,30 +282,17 @@ class OneSidedOptimizer(Wrapper):
                 of an update. After one in a wait, such as Ctrl-C, or in
                 ``after_update``, the next call goes on.
         """
-        server = self._open_server()
-        server.serve(after_update)
-        while server.is_suspended:
-            self._assign(server)
-            server.serve(after_update)
-        self._pull_all()
+        served = self._open()[0]
+        served.server.serve(after_update)
+        while served.server.is_suspended:
+            self._assign()
+            served.server.serve(after_update)
+        served.pull_all()
 
     @property
     def _local_step(self) -> int:
         """The step of the parameters that this rank's gradients were computed with."""
-        return self._step
-
-    def _pull(self, into: Mapping[str, Array] | None = None) -> None:
-        """Copy the newest center to this rank's variables, or to those in ``into``."""
-        self._step = self._open_server().pull(
-            self._values if into is None else into,
-            at_least=self._useful,
-            known=self._step,
-        )
-
-    def _pull_all(self) -> None:
-        """Set this rank's variables to the center's, whatever their step."""
-        server = self._open_server()
-        self._step = server.pull(self._values, at_least=server.step)
+        return self._served[0].step
 
     @one_thread
     def gradient_arrays(self) -> dict[str, Array]:
@@ -305,17 +306,17 @@ class OneSidedOptimizer(Wrapper):
         Raises:
             InvalidArgumentError: Before `initialize`, or on a dedicated server.
         """
-        server = self._training_server()
+        served = self._training()[0]
         if all_on_device("variables", self._values.values()):
             return Optimizer.gradient_arrays(self)
-        return server.gradient_arrays()
+        return served.server.gradient_arrays()
 
     def _prepare(self, var_list: Variables | None) -> Variables | None:
         """Initialize if necessary; return the variables to compute gradients of."""
         var_list = listed(var_list)
-        if self._server is None or var_list is not None:
+        if not self._served or var_list is not None:
             self.initialize(var_list)
-        self._training_server()
+        self._training()
         return self._variables if var_list is None else var_list
 
     @one_thread
@@ -334,9 +335,10 @@ class OneSidedOptimizer(Wrapper):
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds; says what is missing.
         """
         variables = self._prepare(var_list)
-        server = self._open_server()
-        self._useful = max(self._useful, server.useful(server.recent_step))
-        self._pull()
+        served = self._open()[0]
+        step = served.server.useful(served.server.recent_step)
+        served.useful = max(served.useful, step)
+        served.pull()
         return self.inner.compute_gradients(loss, variables, *args, **kwargs)
 
     @one_thread
@@ -379,15 +381,15 @@ class OneSidedOptimizer(Wrapper):
         pairs, weight = check_weighed(grads_and_vars, weight, averages=self._averages)
         self._checked_step(global_step)
         variables = [var for _, var in pairs]
-        if self._server is None:
+        if not self._served:
             self._begin_with(variables)
-        server = self._training_server()
+        served = self._training()
         self._check_known(variables)
-        server.check_present()
+        served[0].server.check_present()
         drops = self._drops(pairs)
-        receipt = self._drop(server) if drops else self._send(server, pairs, weight)
+        receipt = self._drop() if drops else self._send(pairs, weight)
         if receipt.sent:
-            set_global_step(global_step, self._step)
+            set_global_step(global_step, sum(each.step for each in served))
             self._note(receipt)
         return receipt
 
@@ -395,15 +397,17 @@ class OneSidedOptimizer(Wrapper):
         """Initialize before the first gradients, which are those of these variables."""
         self.initialize(variables)
 
-    def _drop(self, server: ParameterServer) -> Receipt:
-        receipt = server.drop(self._local_step)
-        self._pull()
+    def _drop(self) -> Receipt:
+        served = self._served[0]
+        receipt = served.server.drop(self._local_step)
+        served.pull()
         return receipt
 
-    def _send(self, server: ParameterServer, pairs: Pairs, weight: float) -> Receipt:
-        grads = pushed(pairs, server.gradient_arrays)
-        receipt = server.push(grads, self._local_step, weight)
-        self._after(server, receipt)
+    def _send(self, pairs: Pairs, weight: float) -> Receipt:
+        served = self._served[0]
+        grads = pushed(pairs, served.server.gradient_arrays)
+        receipt = served.server.push(grads, self._local_step, weight)
+        self._after(served, receipt)
         return receipt
 
     def _bound(self) -> str:
@@ -412,12 +416,9 @@ class OneSidedOptimizer(Wrapper):
             return f"a gradient of {late} is not accepted"
         return f"staleness={self._max_lag} is the largest lag accepted"
 
-    def _after(self, server: ParameterServer, receipt: Receipt) -> None:
-        """Pull after a push: wait for its update, or do not wait if it was dropped."""
-        self._useful = receipt.global_step + 1 if receipt else server.step
-        self._pull()
-        if not receipt:
-            self._useful = server.useful(receipt.global_step)
+    def _after(self, served: Served, receipt: Receipt) -> None:
+        """Pull after a push."""
+        served.after(receipt)
 
     def restore(self, snapshot: Any, var_list: Variables | None = None) -> None:
         """Begin with a snapshot instead of the host's variables. Collective.
@@ -436,7 +437,7 @@ class OneSidedOptimizer(Wrapper):
         """
         host = self._group.rank == self._root
         variables, counts = self._agree_on_snapshot(snapshot, var_list, host, declared)
-        if self._server is not None:
+        if self._served:
             self._end_server()
         if host:
             set_values(variables, snapshot)
@@ -467,15 +468,13 @@ class OneSidedOptimizer(Wrapper):
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, if an update does not end,
                 or a rank does not call it.
         """
-        server = self._open_server()
-        server.suspend()
-        self._assign(server)
+        for served in self._open():
+            served.server.suspend()
+        self._assign()
 
-    def _assign(self, server: ParameterServer) -> None:
+    def _assign(self) -> None:
         what, variables = self._call("assign"), check_variables(self._variables)
-        step = assign(self._group, server, variables, what, self.before_assign)
-        # This node may have older ones.
-        self._useful = self._step = step
+        assign(self._group, self._served, variables, what, self.before_assign)
 
     # Questions, on every rank
 
@@ -488,13 +487,13 @@ class OneSidedOptimizer(Wrapper):
         A slot of the center is a copy, taken between two updates. Use `paused` to read
         several of the same step.
         """
-        own, center = self.inner.get_slot(var, name), self._center
-        if own is not None or center is None or not self._any_server().is_root:
+        own = self.inner.get_slot(var, name)
+        found = [each for each in self._served if var.name in each.values]
+        if own is not None or not found or not found[0].server.is_root:
             return own
-        return center.slot(var, name)
+        return found[0].center.slot(var, name)
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[int]:
+    def paused(self) -> AbstractContextManager[int]:
         """Suspend updates during the block; on the host rank only. Not collective.
 
         ``with opt.paused() as step:`` waits for the update in progress. `center`,
@@ -506,16 +505,20 @@ class OneSidedOptimizer(Wrapper):
                 a call of this thread that would wait for an update.
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, if an update does not end.
         """
-        with self._any_server().paused() as step:
-            yield step
+        return paused(self._any())
 
-    def _any_server(self) -> ParameterServer:
-        """Return the server; a freed one still answers questions."""
-        return self._initialized(self._server)
+    def _any(self) -> Sequence[Served]:
+        """Return what has a server; a freed one still answers questions."""
+        return self._initialized(self._served or None)
 
-    def _open_server(self) -> ParameterServer:
+    def _open(self) -> Sequence[Served]:
         self._check_open()
-        return self._any_server()
+        return self._any()
+
+    @property
+    def _server(self) -> ParameterServer:
+        """The server of all variables, or of the first fragment."""
+        return self._any()[0].server
 
     def snapshot(self) -> dict[str, Any]:
         """Return copies of the center and of its state, all of one step.
@@ -533,26 +536,26 @@ class OneSidedOptimizer(Wrapper):
             InvalidArgumentError: On other ranks, or before `initialize`.
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, if an update does not end.
         """
-        self._any_server()
-        assert self._center is not None
-        return self._center.snapshot()
+        served = self._any()
+        with paused(served):
+            return together([each.center.snapshot() for each in served])
 
     @property
     def global_step(self) -> int:
         """Number of updates of the center so far; after `free`, in total."""
-        return self._any_server().step
+        return sum(each.server.step for each in self._any())
 
     @property
     def waited(self) -> float:
         """Seconds that this rank has waited for other ranks."""
-        return 0.0 if self._server is None else self._server.waited
+        return float(sum(each.server.waited for each in self._served))
 
     def _read(self, names: Sequence[str]) -> list[Array]:
-        return self._any_server().read(names)
+        return read(self._any(), names)
 
     def statistics(self) -> Tally:
         """Return how many gradients of each rank were accepted and dropped so far."""
-        return self._any_server().tally()
+        return functools.reduce(operator.add, [s.server.tally() for s in self._any()])
 
     def leave(self) -> None:
         """Declare that this rank contributes no more gradients. Not collective.
@@ -564,32 +567,34 @@ class OneSidedOptimizer(Wrapper):
                 was accepted, because the answer is late. The rank has not left then,
                 and may call this again.
         """
-        self._open_server().leave()
+        for served in self._open():
+            served.server.leave()
 
     @property
     def freed(self) -> bool:
         """Whether it was freed, by `free` or with its server before MPI_Finalize."""
-        return self._freed or (self._server is not None and self._server.freed)
+        return self._freed or any(each.server.freed for each in self._served)
 
     def _release(self) -> None:
         super()._release()
         self.outer._release()
 
     def _free(self) -> None:
-        if self._server is not None:
+        if self._served:
             if self._server.has_to_serve:
                 self.serve()
             # The end of a program frees the server only: no call may come after this.
             self._server.note = tuple(self._steps)
-            self._server.free()
+            for served in self._served:
+                served.server.free()
             self._end_steps(self._server.notes)
-        if self._center is not None:
-            self._center.free()
+        for served in self._served:
+            served.center.free()
         super()._free()
 
     def _end_server(self) -> None:
         """Free the server and what belongs to it. Collective."""
-        self._open_server().free()
-        if self._center is not None:
-            self._center.forget()
-        self._server = self._center = None
+        for served in self._open():
+            served.server.free()
+            served.center.forget()
+        self._served = ()

@@ -12,7 +12,7 @@ from hpcaccum import metrics
 from hpcaccum.accumulator import Tally
 from hpcaccum.arguments import converted
 from hpcaccum.device import cupy, is_device
-from hpcaccum.dtypes import accumulation_dtype, float_dtype
+from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import (
     NO_MORE_DATA,
     BrokenObjectError,
@@ -443,8 +443,3 @@ def device_sums(variables: Sequence[Variable]) -> dict[str, Array]:
         return {}
     layout = Layout.of(values)
     return layout.views(cupy().zeros(layout.size, layout.dtype))
-
-
-def check_wire_dtype(wire_dtype: Any) -> str | None:
-    """Return the name of a dtype in which gradients may travel; None for their own."""
-    return None if wire_dtype is None else str(float_dtype(wire_dtype, "wire_dtype"))

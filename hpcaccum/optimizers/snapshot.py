@@ -98,6 +98,18 @@ def snapshot_of(
     return {"variables": copies, "state": states}
 
 
+def together(snapshots: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one snapshot of the variables of several, which have counts."""
+    first, *others = snapshots
+    found = {name: {**first[name]} for name in ("variables", "state")}
+    step, tally = first["global_step"], Tally.of_lists(first["tally"])
+    for each in others:
+        for name, parts in found.items():
+            parts.update(each[name])
+        step, tally = step + each["global_step"], tally + Tally.of_lists(each["tally"])
+    return {**found, "global_step": step, "tally": tally.as_lists()}
+
+
 def plain(variable: Variable) -> Any:
     """Return the array of a variable, or its value if it is a count."""
     is_count = is_integer(variable.dtype) and variable.shape == ()

@@ -16,12 +16,11 @@ from hpcaccum.layout import Layout
 from hpcaccum.mpi import complete
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.variable import Variable
-    from hpcaccum.server import ParameterServer
 
 logger = logging.getLogger("hpcaccum")
 
@@ -52,37 +51,6 @@ def warn_of_wider(what: str, variables: Sequence[Variable]) -> None:
             len(wider),
             len(variables),
         )
-
-
-def assign(
-    group: Group,
-    server: ParameterServer,
-    variables: Sequence[Variable],
-    what: str,
-    before: Callable[[bool], None],
-) -> int:
-    """Set the center and all variables to those of one rank. Collective.
-
-    The server has been suspended. Each rank calls ``before`` with whether its variables
-    are assigned to all.
-
-    Returns:
-        The step.
-    """
-
-    def check() -> None:
-        server.check_not_paused("assign()")
-        before(group.rank == server.source)
-
-    try:
-        group.agree(what, check, lambda _: {})
-    except Exception:
-        server.come_back()
-        group.allgather(None, what)
-        raise
-    broadcast(group, variables, what, server.source)
-    own = variables if server.is_server else []
-    return server.assign({var.name: np.array(to_host(var.value)) for var in own})
 
 
 def broadcast(

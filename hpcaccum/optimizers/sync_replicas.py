@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.base import Optimizer
     from hpcaccum.optimizers.finite import OnNonfinite
+    from hpcaccum.optimizers.served import Served
     from hpcaccum.optimizers.variable import Variable
-    from hpcaccum.server import Lateness, ParameterServer, Servers
+    from hpcaccum.server import Lateness, Servers
 
 
 class SyncReplicasOptimizer(OneSidedOptimizer):
@@ -47,7 +48,7 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
             or a callable that takes a lag and returns a number from 0 to 1, the same
             on all ranks. It is called at once, with 0 and 1; only the factor of 1
             counts. By default such a gradient is dropped.
-        comm, host, dedicated, servers, on_nonfinite, min_workers: See
+        comm, host, dedicated, servers, on_nonfinite, min_workers, wire_dtype: See
             `OneSidedOptimizer`.
 
     Source: Chen et al., Revisiting Distributed Synchronous SGD, 2016
@@ -72,6 +73,7 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
         servers: Servers = "auto",
         on_nonfinite: OnNonfinite = "accept",
         min_workers: int = 1,
+        wire_dtype: Any = None,
     ) -> None:
         def check(workers: int) -> dict[str, Any]:
             quorum = replicas_to_aggregate
@@ -95,7 +97,9 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
             opt,
             name,
             check,
-            ServerOptions(comm, host, dedicated, servers, on_nonfinite, min_workers),
+            ServerOptions(
+                comm, host, dedicated, servers, on_nonfinite, min_workers, wire_dtype
+            ),
         )
         quorum = self._quorum = self._options["replicas_to_aggregate"]
         self._factors = self._options["lateness"]
@@ -108,13 +112,14 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
         # not saved, as they concern gradients that are pending.
         self._round, self._accepted = -1, 0
 
-    def _after(self, server: ParameterServer, receipt: Receipt) -> None:
+    def _after(self, served: Served, receipt: Receipt) -> None:
         if receipt.global_step != self._round:
             self._round, self._accepted = receipt.global_step, 0
         self._accepted += bool(receipt)
-        if not receipt or self._accepted >= self._share or server.step > self._round:
-            super()._after(server, receipt)
-        elif self._step < self._round:
+        enough = self._accepted >= self._share
+        if not receipt or enough or served.server.step > self._round:
+            super()._after(served, receipt)
+        elif served.step < self._round:
             # More gradients of this rank are needed, with the parameters of now.
-            self._useful = self._round
-            self._pull()
+            served.useful = self._round
+            served.pull()

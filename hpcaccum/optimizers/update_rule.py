@@ -235,6 +235,9 @@ class Rule(Optimizer):
     def _needs_for_rows(self) -> str | None:
         return None if self.elementwise else super()._needs_for_rows()
 
+    def _needs_for_fragments(self) -> str | None:
+        return None if self.elementwise else super()._needs_for_fragments()
+
     def _updates(self, pairs: Given) -> int:
         """Return the largest number of earlier updates of these variables."""
         states = [self._states.get(variable) for _, variable in pairs]

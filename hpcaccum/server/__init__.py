@@ -23,7 +23,7 @@ Imports `accumulator`, `nodes`, `rows`, `mpi`, `device` and the modules below th
 from __future__ import annotations
 
 from hpcaccum.server.bounded_staleness import BoundedStalenessInbox
-from hpcaccum.server.inbox import Inbox
+from hpcaccum.server.inbox import Inbox, MakeInbox
 from hpcaccum.server.options import LARGE, ServerOptions, Servers, check_nodes, spread
 from hpcaccum.server.part import joined
 from hpcaccum.server.quorum import QuorumInbox
@@ -37,6 +37,7 @@ __all__ = [
     "Factors",
     "Inbox",
     "Lateness",
+    "MakeInbox",
     "ParameterServer",
     "QuorumInbox",
     "ServerOptions",

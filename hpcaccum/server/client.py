@@ -13,6 +13,7 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.device import Transfer, all_on_device
 from hpcaccum.errors import NO_MORE_DATA, InvalidArgumentError, format_ranks
 from hpcaccum.mpi import Freeable
+from hpcaccum.nodes import Narrowing, is_short
 from hpcaccum.rows import Rows
 from hpcaccum.server.double_buffer import step_of, version_of
 from hpcaccum.server.loop import UpdateLock
@@ -46,6 +47,7 @@ class Client(Freeable):
 
     Attributes:
         waited: Seconds that this rank has waited in `push` and `pull`.
+        rounds: Whether what is sent to other nodes is rounded.
     """
 
     def __init__(
@@ -59,15 +61,26 @@ class Client(Freeable):
         rule: ElementwiseRule | None,
         elementwise: bool,
         capacities: Mapping[str, int],
+        wire_dtype: str | None = None,
     ) -> None:
         self._group, self._what = group, what
         self._servers, self._root = servers, servers[0]
         wire = self._wire = WireFormat.of(initial, capacities)
+        # A short vector is part of another message.
+        nbytes = wire.size * wire.gradients.dtype.itemsize
+        whole = wire_dtype is None or is_short(nbytes)
+        narrow = None if whole else np.dtype(wire_dtype)
         with contextlib.ExitStack() as undo:
             self._inbox = make_inbox(wire.size, wire.gradients.dtype, wire.rows)
             undo.callback(self._inbox.free)
+            self.rounds = narrow is not None
+            if narrow is not None:
+                dtype, end = wire.gradients.dtype, wire.present.start
+                self._inbox.parts.narrowing = Narrowing(dtype, narrow, end)
             self._copier = (
-                SparseCopier(group, self._root, wire) if wire.rows else Copier(wire)
+                SparseCopier(group, self._root, wire)
+                if wire.rows
+                else Copier(wire, narrow)
             )
             undo.callback(self._copier.free)
             # A single server has all, also what is not an element of a variable.
@@ -210,6 +223,11 @@ class Client(Freeable):
             )
         finally:
             self.waited += deadline.waited
+
+    def expect(self, step: int) -> None:
+        """Have the parameters of a step sent to this node when they are made."""
+        if step != self._coming:
+            self._publisher.fetch(version_of(step))
 
     def _missing(self, step: int) -> str:
         """Describe what the next update waits for, by the words on the root."""

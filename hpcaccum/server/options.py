@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from hpcaccum.arguments import positive_count, rank_number
+from hpcaccum.arguments import check_wire_dtype, positive_count, rank_number
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import MPI
 
@@ -35,6 +35,7 @@ class ServerOptions:
     servers: Servers
     on_nonfinite: Any
     min_workers: int
+    wire_dtype: Any = None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -53,6 +54,7 @@ class ServerOptions:
             "servers": ranks,
             "dedicated": bool(self.dedicated),
             "min_workers": positive_count(self.min_workers, "min_workers"),
+            "wire_dtype": check_wire_dtype(self.wire_dtype),
             "workers": size - len(ranks or ()) * bool(self.dedicated),
         }
 

@@ -100,7 +100,7 @@ class ParameterAgent(Service):
         """
         for server, part in enumerate(self._parts):
             if self._nodes[server] != self.agent.node:
-                nbytes = (part.stop - part.start) * self._copies.dtype.itemsize
+                nbytes = (part.stop - part.start) * self._copier.sent.itemsize
                 self._run_steps(self._do_take(server, version, nbytes, None))
 
     _do_expect = expect
@@ -117,13 +117,13 @@ class ParameterAgent(Service):
                 return
             self._receiving, self._lacks = version, set(range(len(self._parts)))
             self._copies.begin(version)
-        flat = self._copies.copy(self._copies.writing)
-        message = self._copier.room(nbytes, flat[self._parts[server]])
+        flat = self._copies.copy(self._copies.writing)[self._parts[server]]
+        message = self._copier.room(nbytes, flat)
         if contents is None:
             yield from self._receive(server, message)
         else:
             yield from copying(np.frombuffer(contents, np.uint8), message)
-        self._copier.unpack(message, self._copies)
+        yield from self._copier.unpack(message, flat, self._copies)
         self._lacks.remove(server)
         if not self._lacks:
             self._arrived(version)

@@ -10,10 +10,11 @@ in its log which rows to send to another one, in a message of bytes.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcaccum.device import copy_quietly
 from hpcaccum.layout import ALIGNMENT
 from hpcaccum.rows import RowLog
 from hpcaccum.server.double_buffer import writer_inside
@@ -52,6 +53,7 @@ class Message:
     Args:
         since: The place before which the nodes have all changes.
         data: Memory that is not used any more, if there is any.
+        dtype: In which the parameters are sent; by default, their own.
 
     Attributes:
         data: Bytes, once it is complete.
@@ -60,8 +62,13 @@ class Message:
         users: How many nodes it is being sent to.
     """
 
-    def __init__(self, since: int, data: Array | None = None) -> None:
-        self.since, self.place = since, NOTHING
+    def __init__(
+        self,
+        since: int,
+        data: Array | None = None,
+        dtype: np.dtype[Any] | None = None,
+    ) -> None:
+        self.since, self.place, self._dtype = since, NOTHING, dtype
         self.data = np.empty(0, np.uint8) if data is None else data
         self.version, self.users = -1, 0
 
@@ -71,9 +78,10 @@ class Message:
         Called again, with the newest vector, until no update has overwritten the vector
         meanwhile.
         """
+        dtype = flat.dtype if self._dtype is None else self._dtype
         if not self.data.size:
-            self.data = np.empty(flat.nbytes, np.uint8)
-        yield from copying(flat.view(np.uint8), self.data)
+            self.data = np.empty(flat.size * dtype.itemsize, np.uint8)
+        yield from copying(flat, self.data.view(dtype))
 
     def complete(self, version: int) -> None:
         """Say that all of the last reading was of a version."""
@@ -83,17 +91,24 @@ class Message:
 class Copier:
     """Copies parameters between a center, published vectors and variables; here all.
 
+    Args:
+        wire: How variables lie in vectors.
+        narrow: The dtype in which other nodes are sent a vector; by default, its own.
+
     Attributes:
         size, dtype: Of such a vector.
-        whole: Whether each message is all of a vector, whatever a node has.
+        sent: The dtype in which a message has it.
+        whole: Whether each message is all of a vector as it is, whatever a node has.
         nbytes_here: Bytes of this rank's memory that say what has changed.
     """
 
-    whole, nbytes_here = True, 0
+    nbytes_here = 0
 
-    def __init__(self, wire: WireFormat) -> None:
+    def __init__(self, wire: WireFormat, narrow: np.dtype[Any] | None = None) -> None:
         self._wire = wire
         self.size, self.dtype = wire.parameters.size, wire.parameters.dtype
+        self.sent = self.dtype if narrow is None else narrow
+        self.whole = narrow is None
 
     def note(self, changed: Mapping[str, Array]) -> None:
         """Note rows of sparse variables, by name, before they change; the root only."""
@@ -104,14 +119,20 @@ class Copier:
 
     def message(self, since: int, spare: Array | None) -> Message:
         """Return a new message to nodes that have the changes before a place."""
-        return Message(since, spare)
+        return Message(since, spare, self.sent)
 
     def room(self, nbytes: int, flat: Array) -> Array:
         """Return the memory in which a message for a vector is received."""
-        return flat.view(np.uint8)
+        if self.sent == self.dtype:
+            return flat.view(np.uint8)
+        return np.empty(nbytes, np.uint8)
 
-    def unpack(self, message: Array, copies: DoubleBuffer) -> None:
-        """Bring the copy that is written up to date with a message."""
+    def unpack(
+        self, message: Array, flat: Array, copies: DoubleBuffer
+    ) -> Iterator[bool]:
+        """Bring the copy that is written, of which this is a part, up to date."""
+        if self.sent != self.dtype:
+            yield from copying(message.view(self.sent), flat)
 
     def read(
         self, flat: Array, into: Mapping[str, Array], since: Mapping[str, int]
@@ -138,10 +159,9 @@ class SparseCopier(Copier):
         tables: The numbers in the log of the rows of each sparse variable.
     """
 
-    whole = False
-
     def __init__(self, group: Group, root: int, wire: WireFormat) -> None:
         super().__init__(wire)
+        self.whole = False
         self.names = list(wire.parameters)
         self.size += ALIGNMENT // wire.parameters.dtype.itemsize
         self.tables: dict[str, range] = {}
@@ -198,8 +218,11 @@ class SparseCopier(Copier):
         """Return new memory for a message."""
         return np.empty(nbytes, np.uint8)
 
-    def unpack(self, message: Array, copies: DoubleBuffer) -> None:
+    def unpack(
+        self, message: Array, flat: Array, copies: DoubleBuffer
+    ) -> Iterator[bool]:
         """Bring the copy that is written up to date with a message."""
+        yield from ()
         copy = copies.writing
         flat, older = copies.copy(copy), copies.copy(1 - copy)
         rows, values = divided(message)
@@ -365,7 +388,7 @@ def copy_rows(source: Array, target: Array, rows: Array | None) -> None:
 def copying(source: Array, target: Array) -> Iterator[bool]:
     """Copy a vector in short steps."""
     for chunk in _chunks(source):
-        target[chunk] = source[chunk]
+        copy_quietly(target[chunk], source[chunk])
         yield True
 
 

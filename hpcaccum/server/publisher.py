@@ -210,8 +210,8 @@ class Publisher:
             meanwhile: Called again and again.
             comes: Whether the root knows that this node waits for it.
         """
-        if self.agent is not None and not (comes or self._is_here):
-            self.agent.tell([self._agent.node], "fetch", version)
+        if not comes:
+            self.fetch(version)
         self.changed.wait(
             self.copies.has(version),
             deadline,
@@ -219,6 +219,11 @@ class Publisher:
             meanwhile,
         )
         self._came = time.monotonic()
+
+    def fetch(self, version: int) -> None:
+        """Have a version sent to this node, unless its ranks read it where it is."""
+        if self.agent is not None and not self._is_here:
+            self.agent.tell([self._agent.node], "fetch", version)
 
     def under_way(self, version: int) -> str | None:
         """Return what moves or makes a version; None if it is not published."""

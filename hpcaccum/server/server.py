@@ -107,6 +107,8 @@ class ParameterServer(Client):
         self.notes: list[tuple[str, ...]] = []
         # Whether a dedicated server has nothing left to do; whether memory is freed.
         self._served = self._frees = False
+        # Servers that this rank leaves when it ends one of them: others may wait there.
+        self._with: list[ParameterServer] = []
         super().__init__(
             group,
             initial,
@@ -116,6 +118,7 @@ class ParameterServer(Client):
             rule=rule,
             elementwise=elementwise,
             capacities=capacities,
+            wire_dtype=options.wire_dtype,
         )
         self._dedicated, self._finish, self._earlier = dedicated, finish, tally
         self._min_workers = options.min_workers
@@ -391,6 +394,11 @@ class ParameterServer(Client):
         if not self.only_serves:
             self._inbox.leave()
 
+    def leave_with(self, other: ParameterServer) -> None:
+        """Leave two servers at the end of either; both train the same ranks."""
+        self._with.append(other)
+        other._with.append(self)
+
     def needs(self, rank: int) -> bool:
         """Whether a rank serves; or memory is being freed, for which MPI waits.
 
@@ -431,7 +439,9 @@ class ParameterServer(Client):
 
     def _end(self, call: str) -> None:
         """Leave, wait for all others to leave, end the role, keep the last values."""
-        self.leave()
+        for server in self, *self._with:
+            if server._final is None:
+                server.leave()
         if self.has_to_serve:
             # `serve` was not called, or was interrupted: the others wait for updates.
             self._serve()

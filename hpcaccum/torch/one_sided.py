@@ -16,7 +16,7 @@ from hpcaccum.optimizers import (
 from hpcaccum.torch.adapter import Adapter, in_stream
 from hpcaccum.torch.buffers import AVERAGE
 from hpcaccum.torch.rule import TorchRule
-from hpcaccum.torch.tensors import check_optimizer
+from hpcaccum.torch.tensors import check_optimizer, numpy_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -45,6 +45,7 @@ class Options(TypedDict, total=False):
     capacity: int | None
     on_nonfinite: OnNonfinite
     min_workers: int
+    wire_dtype: torch.dtype | str | None
 
 
 class OneSided(Adapter):
@@ -61,7 +62,7 @@ class OneSided(Adapter):
     Args:
         optimizer, module, buffers, comm: As for `Adapter`.
         strategy: The options that only this strategy has, by name.
-        host, dedicated, on_nonfinite, min_workers: See `OneSidedOptimizer`.
+        host, dedicated, on_nonfinite, min_workers, wire_dtype: See `OneSidedOptimizer`.
         servers: The ranks that hold the center, and update it: one rank, or several on
             different nodes, of which the first is the host. Each holds whole
             parameters, and a copy of the torch optimizer for them, which must update
@@ -97,6 +98,7 @@ class OneSided(Adapter):
         capacity: int | None = None,
         on_nonfinite: OnNonfinite = "accept",
         min_workers: int = 1,
+        wire_dtype: torch.dtype | str | None = None,
     ) -> None:
         self._options = {
             **strategy,
@@ -106,6 +108,7 @@ class OneSided(Adapter):
             "servers": servers,
             "on_nonfinite": on_nonfinite,
             "min_workers": min_workers,
+            "wire_dtype": numpy_name(wire_dtype),
         }
         super().__init__(
             optimizer,
@@ -318,6 +321,8 @@ class LocalSteps(OneSided):
         period: Number of steps in a push.
         quorum: Number of pushes in an update; by default, each push is one.
         staleness, lateness: Without a quorum, as for `DropStale`.
+        fragments: Number of groups of parameters, which are pushed one after the other.
+        overlap: Number of steps for which a push does not wait.
         options: See `OneSided`.
 
     Attributes:
@@ -337,6 +342,8 @@ class LocalSteps(OneSided):
         quorum: int | None = None,
         staleness: int | None = None,
         lateness: Lateness = None,
+        fragments: int = 1,
+        overlap: int = 0,
         **options: Unpack[Options],
     ) -> None:
         self._make_outer = outer
@@ -345,6 +352,8 @@ class LocalSteps(OneSided):
             "quorum": quorum,
             "staleness": staleness,
             "lateness": lateness,
+            "fragments": fragments,
+            "overlap": overlap,
         }
         super().__init__(optimizer, strategy, **options)
 

@@ -205,6 +205,14 @@ class TorchRule(Optimizer):
         found = [groups[number] for number in self._row_groups]
         return needs_for_rows(self._original.optimizer, found) if found else None
 
+    def _needs_for_fragments(self) -> str | None:
+        return None
+
+    def _fragment(self, variables: Sequence[Variable]) -> TorchRule:
+        """Return one for some of the parameters, with a center of its own."""
+        parameters = {var.name: self.parameters[var.name] for var in variables}
+        return TorchRule(self._original.optimizer, parameters, (), None)
+
     def learning_rates(self) -> list[float | None]:
         """Return the rate of each parameter group; None if it is no number."""
         groups = self._original.optimizer.param_groups

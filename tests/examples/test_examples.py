@@ -69,6 +69,17 @@ def test_torch_text(mpirun, strategy):
     assert float(bits) < 6
 
 
+def test_overlap(mpirun):
+    program = REPOSITORY / "examples" / "overlap.py"
+    small = ("--megabytes", "0.1", "--seconds", "0.001", "--period", "8")
+    later = ("--fragments", "4", "--overlap", "1", "--wire-dtype", "bfloat16")
+    result = mpirun(2, program, *small, *later, env=ENV)
+
+    assert result.returncode == 0, result.stdout
+    shown = re.findall(r"^rank (\d): of .* in waits", result.stdout, re.MULTILINE)
+    assert shown == ["0", "1"]
+
+
 def test_jax_digits(mpirun):
     result = mpirun(2, REPOSITORY / "examples" / "jax_digits.py", env=ENV)
 

@@ -1,0 +1,121 @@
+"""Local steps of PyTorch and JAX in fragments, compared with those of NumPy."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+import hpcaccum as hpc
+import hpcaccum.jax
+import hpcaccum.torch as hpt
+
+from ..mpi.on_nodes import group_on_nodes  # noqa: F401
+from ..mpi.support import meet
+from ..mpi.training import raised
+
+SHAPES = {"a": (3, 400), "b": (900,), "c": (2, 2)}
+OPTIONS = {"fragments": 2, "overlap": 1}
+PERIOD, CALLS = 3, 8
+
+
+def drawn(*seed):
+    random = np.random.default_rng(seed)
+    return {n: np.array(random.normal(size=s), np.float32) for n, s in SHAPES.items()}
+
+
+def expected(comm, rank, size, **options):
+    """Return the values of this rank after each call, and the center at the end."""
+    variables = [hpc.Variable(each, name) for name, each in drawn(9).items()]
+    rules = hpc.SGD(0.1), hpc.Momentum(0.5, 0.5, use_nesterov=True)
+    found = []
+    options = {**OPTIONS, **options, "quorum": size, "servers": 0, "comm": comm}
+    with hpc.LocalStepsOptimizer(*rules, PERIOD, **options) as opt:
+        for call in range(CALLS):
+            loss = 0.0, drawn(rank, call)
+            opt.minimize(lambda loss=loss: loss, var_list=variables)
+            found.append([var.value.copy() for var in variables])
+    return found, [var.value.copy() for var in variables]
+
+
+def close(found, wanted):
+    for array, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(np.asarray(array), other, rtol=2e-6, atol=2e-6)
+
+
+def outer(params):
+    return torch.optim.SGD(params, 0.5, momentum=0.5, nesterov=True)
+
+
+class Module(torch.nn.Module):
+    """The same variables, with given gradients."""
+
+    def __init__(self):
+        super().__init__()
+        for name, array in drawn(9).items():
+            setattr(self, name, torch.nn.Parameter(torch.from_numpy(array)))
+
+    def take(self, grads):
+        for name, parameter in self.named_parameters():
+            parameter.grad = torch.from_numpy(grads[name])
+
+    def values(self):
+        return [each.detach().numpy().copy() for each in self.parameters()]
+
+
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+def test_torch(group, rank, size, wire):
+    name = wire and "bfloat16"
+    found, last = expected(group, rank, size, wire_dtype=name)
+    module = Module()
+    inner = torch.optim.SGD(module.parameters(), 0.1)
+    options = {**OPTIONS, "quorum": size, "comm": group, "servers": 0}
+    with hpt.LocalSteps(inner, outer, PERIOD, wire_dtype=wire, **options) as opt:
+        for call in range(CALLS):
+            module.take(drawn(rank, call))
+            opt.step()
+            if wire is None:
+                close(module.values(), found[call])
+        if rank == 0:
+            saved = opt.state_dict()
+            # Pushes of two fragments, at 3 and 6, and at 1, 4 and 7.
+            assert saved["global_step"] == 5
+            assert len(saved["state"]) == 3
+        meet()
+        opt.load_state_dict(saved if rank == 0 else None)
+        assert opt.global_step == 5
+    if wire is None:
+        close(module.values(), last)
+    else:
+        for array, other in zip(module.values(), last, strict=True):
+            np.testing.assert_allclose(array, other, rtol=2.0**-7, atol=2.0**-7)
+
+
+def test_jax(comm, rank, size):
+    found, last = expected(comm, rank, size)
+    inner, rule = optax.sgd(0.1), optax.sgd(0.5, momentum=0.5, nesterov=True)
+    options = {**OPTIONS, "quorum": size, "comm": comm}
+    start = {name: jnp.asarray(each) for name, each in drawn(9).items()}
+    with hpcaccum.jax.LocalSteps(inner, rule, start, PERIOD, **options) as opt:
+        for call in range(CALLS):
+            tree, _ = opt.push(drawn(rank, call))
+            close(tree.values(), found[call])
+        saved = opt.snapshot() if rank == 0 else None
+        meet()
+    close(opt.params.values(), last)
+    with hpcaccum.jax.LocalSteps(
+        inner, rule, start, PERIOD, snapshot=saved, **options
+    ) as opt:
+        close(opt.params.values(), last)
+        assert opt.global_step == 5
+
+
+def test_jax_sends_no_other_arguments_in_fragments(comm):
+    options = {"extra": {"value": 0.0}, "fragments": 2, "comm": comm}
+    start = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    rules = optax.sgd(0.1), optax.sgd(1.0)
+    error = raised(hpcaccum.jax.LocalSteps, *rules, start, 4, **options)
+    assert type(error) is hpc.InvalidArgumentError
+    assert "fragments= needs params without extra= arguments" in str(error)

@@ -1,0 +1,454 @@
+"""LocalStepsOptimizer in fragments, and with pushes that overlap with local steps."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import hpcaccum as hpc
+from hpcaccum import DisagreementError, InvalidArgumentError, group_of, testing
+
+from .. import naive
+from ..common import same_bits
+from .acting import until
+from .on_nodes import group_on_nodes as group_on_nodes
+from .support import meet
+from .training import gives, raised, turns, variable
+
+SHAPES = {"a": (40, 50), "b": (), "c": (1500,), "d": (90, 30), "e": (0,), "f": (700,)}
+# Contiguous, and of about the same number of bytes.
+FRAGMENTS = {
+    1: ["abcdef"],
+    2: ["abc", "def"],
+    3: ["ab", "c", "def"],
+    4: ["a", "bc", "d", "ef"],
+}
+INNER, OUTER = (0.125, 0.5), (0.75, 0.5)
+
+
+def drawn(*seed):
+    """Return arrays of any numbers, the same on every rank."""
+    random = np.random.default_rng(seed)
+    return {n: np.array(random.normal(size=s), np.float32) for n, s in SHAPES.items()}
+
+
+def made():
+    return [variable(each, np.float32, name) for name, each in drawn(9).items()]
+
+
+@pytest.fixture
+def make():
+    """Return a function that makes an optimizer; all are freed after the test."""
+    made = []
+
+    def make(comm, period, **options):
+        rules = hpc.Momentum(*INNER), hpc.Momentum(*OUTER)
+        made.append(hpc.LocalStepsOptimizer(*rules, period, comm=comm, **options))
+        return made[-1]
+
+    yield make
+    for optimizer in made:
+        optimizer.free()
+
+
+class Plain:
+    """The ranks of a job in lockstep, with a quorum of all."""
+
+    def __init__(self, nodes, count, period, overlap=0, wire=None):
+        self.nodes, self.period, self.overlap, self.wire = nodes, period, overlap, wire
+        first = drawn(9)
+        self.servers = [
+            naive.Server({name: first[name] for name in names}, naive.Momentum(*OUTER))
+            for names in FRAGMENTS[count]
+        ]
+        size = sum(map(len, nodes))
+        self.workers = [
+            naive.FragmentsWorker(self.servers, naive.Momentum(*INNER))
+            for _ in range(size)
+        ]
+        self.call = 0
+
+    def step(self):
+        """Make a step of all ranks; return which fragments were pushed."""
+        self.call += 1
+        for rank, worker in enumerate(self.workers):
+            worker.step(drawn(rank, self.call))
+        if self.overlap:
+            self.take()
+        pushed = self.workers[0].due(self.call, self.period)
+        for number in pushed:
+            parts = [worker.difference(number) for worker in self.workers]
+            mean = naive.mean_between(parts, self.nodes, self.wire)
+            self.servers[number].update(mean)
+        if not self.overlap:
+            self.take()
+        return pushed
+
+    def take(self):
+        for number in self.workers[0].due(self.call, self.period, self.overlap):
+            for rank, worker in enumerate(self.workers):
+                worker.take(number, None if rank in self.nodes[0] else self.wire)
+
+    def center(self):
+        return {n: each for server in self.servers for n, each in server.values.items()}
+
+
+def check(variables, values):
+    for var in variables:
+        same_bits(var.value, values[var.name])
+
+
+def train(opt, variables, plain, rank, calls):
+    """Make steps of both, and compare them."""
+    for _ in range(calls):
+        number = plain.call + 1
+        receipt = opt.minimize(gives(*drawn(rank, number).values()), var_list=variables)
+        assert receipt.sent == bool(plain.step())
+        check(variables, plain.workers[rank].values)
+    meet()  # if a rank leaves, others do not wait for its pushes
+
+
+# Figures
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 3])
+@pytest.mark.parametrize("count", FRAGMENTS)
+@pytest.mark.any_size
+def test_it_equals_the_plain_program_on_a_node(make, comm, rank, size, count, overlap):
+    nodes = group_of(comm).nodes
+    opt = make(comm, 5, quorum=size, fragments=count, overlap=overlap, servers=0)
+    variables, plain = made(), Plain(nodes, count, 5, overlap)
+    train(opt, variables, plain, rank, 13)
+    opt.free()
+    check(variables, plain.center())
+    assert opt.global_step == sum(server.step for server in plain.servers)
+
+
+@pytest.mark.parametrize("wire", [None, "bfloat16"])
+@pytest.mark.parametrize(("count", "overlap"), [(1, 2), (3, 0), (4, 2)])
+def test_it_equals_the_plain_program(group, make, rank, size, count, overlap, wire):
+    options = {"fragments": count, "overlap": overlap, "wire_dtype": wire}
+    opt = make(group, 5, quorum=size, servers=0, **options)
+    variables = made()
+    dtype = None if wire is None else ml_dtypes.bfloat16
+    plain = Plain(group.nodes, count, 5, overlap, dtype)
+    with testing.limits(short=0):
+        opt.initialize(variables)
+        train(opt, variables, begun(plain), rank, 13)
+        opt.free()
+    if rank in group.nodes[0]:
+        check(variables, plain.center())
+
+
+def begun(plain):
+    """Give workers what they pull at the start."""
+    for rank, worker in enumerate(plain.workers):
+        if rank not in plain.nodes[0]:
+            worker._centers = [naive.rounded(c, plain.wire) for c in worker._centers]
+            for center in worker._centers:
+                worker.values.update({n: x.copy() for n, x in center.items()})
+    return plain
+
+
+def test_several_servers_share_each_fragment(group, make, rank, size):
+    servers = [ranks[0] for ranks in group.nodes]
+    opt = make(group, 4, quorum=size, fragments=3, overlap=2, servers=servers)
+    variables, plain = made(), Plain(group.nodes, 3, 4, 2)
+    train(opt, variables, plain, rank, 9)
+    opt.free()
+    check(variables, plain.center())
+
+
+@pytest.mark.any_size
+def test_calls_in_which_fragments_are_pushed(make, comm, size):
+    x = [variable(1.0, name=name) for name in "abcd"]
+    opt = make(comm, 10, quorum=size, fragments=4)
+    sent = [opt.minimize(gives(1.0, 1.0, 1.0, 1.0), var_list=x).sent for _ in range(22)]
+    # At 0, 2.5, 5 and 7.5 of 10, rounded down.
+    assert [call + 1 for call, each in enumerate(sent) if each] == [
+        2, 5, 7, 10, 12, 15, 17, 20, 22
+    ]  # fmt: skip
+    assert opt.global_step == 9
+    assert sum(opt.statistics().accepted) == 9 * size
+
+
+@pytest.mark.any_size
+def test_a_step_after_the_push_is_kept_by_hand(comm, size):
+    x = variable()
+    rules = hpc.SGD(1), hpc.SGD(0.5)
+    with hpc.LocalStepsOptimizer(*rules, 3, quorum=size, overlap=2, comm=comm) as opt:
+        found = []
+        for call in range(1, 9):
+            opt.minimize(gives(float(call)), var_list=[x])
+            found.append(float(x.value))
+    # Pushed at 3: 0 + 6, so the center is -3; at 5: -3 - (4 + 5).
+    # Pushed at 6: -3 + 18, so the center is -10.5; at 8: -10.5 - (7 + 8).
+    assert found == [-1, -3, -6, -10, -12, -18, -25, -25.5]
+    assert x.value == -10.5
+
+
+@pytest.mark.ranks(min=2)
+def test_a_push_does_not_wait_with_overlap(group, make, rank, size):
+    x = variable(np.ones(5000), np.float32)
+    opt = make(group, 3, quorum=size, overlap=2)
+    opt.initialize([x])
+    meet()
+    grads = gives(np.ones(5000, np.float32))
+    if rank:
+        assert [opt.minimize(grads).sent for _ in range(4)] == [0, 0, 1, 0]
+    # Only now has rank 0 anything.
+    meet()
+    if not rank:
+        assert [opt.minimize(grads).sent for _ in range(4)] == [0, 0, 1, 0]
+    opt.minimize(grads)
+    meet()
+    assert opt.global_step == 1
+
+
+@pytest.mark.parametrize("quorum", [False, True])
+def test_the_answer_to_a_push_comes_meanwhile(group, make, rank, size, quorum):
+    x = variable(np.ones(5000), np.float32)
+    opt = make(group, 2, overlap=1, **({"quorum": size} if quorum else {}))
+    opt.initialize([x])
+    meet()
+    for _ in range(2):
+        opt.minimize(gives(np.ones(5000, np.float32)))
+    # Nobody has pulled it.
+    until(lambda: testing.step_here(opt) > 0)
+    assert testing.own_step(opt) == 0
+    meet()
+
+
+@pytest.mark.ranks(min=2)
+def test_without_a_quorum_each_fragment_has_its_own_lag(comm, rank, size):
+    x = [variable(name=name) for name in "ab"]
+    rules = hpc.SGD(1), hpc.SGD(1)
+    options = {"fragments": 2, "staleness": 1, "lateness": "inverse", "comm": comm}
+    with hpc.LocalStepsOptimizer(*rules, 2, **options) as opt:
+        opt.initialize(x)
+        pairs = [(np.array(8.0), var) for var in x]
+
+        def act(_):
+            return opt.apply_gradients(pairs)
+
+        # Rank 0 pushes b, a, b; the last rank's first push is of b.
+        receipts = turns([0, 0, 0, size - 1], act)
+        assert [(r.accepted, r.lag) for r in receipts] == [
+            (True, 0), (True, 0), (True, 0), (False, 2)
+        ]  # fmt: skip
+        # Its push of a is late by one update.
+        (receipt,) = turns([size - 1], act)
+        assert (receipt.lag, receipt.factor) == (1, 0.5)
+        assert opt.center(x) == [-16 - 8, -8 - 16]
+        assert opt.statistics().dropped == (*[0] * (size - 1), 1)
+        meet()
+
+
+@pytest.mark.ranks(min=2)
+def test_a_dropped_push_goes_on_with_the_newest_center(comm, rank, size):
+    x, rules = variable(), (hpc.SGD(1), hpc.SGD(1))
+    options = {"quorum": size - 1, "overlap": 1, "comm": comm}
+    with hpc.LocalStepsOptimizer(*rules, 2, **options) as opt:
+        opt.initialize([x])
+        late = rank == size - 1
+        if not late:
+            for _ in range(3):
+                opt.minimize(gives(1.0))
+            assert x.value == -3
+        meet()
+        if late:
+            assert opt.minimize(gives(64.0)).accepted
+            receipt = opt.minimize(gives(64.0))
+            assert (receipt.accepted, receipt.lag) == (False, 1)
+            opt.minimize(gives(4.0))
+            assert x.value == -2 - 4
+        meet()
+
+
+# Variables
+
+
+@pytest.mark.any_size
+def test_a_variable_without_gradients_is_not_pushed(make, comm, rank, size):
+    v, w = variable(name="v"), variable(5.0, name="w")
+    opt = hpc.LocalStepsOptimizer(
+        hpc.SGD(1), hpc.SGD(1), 4, quorum=size, overlap=1, comm=comm
+    )
+    for call in range(1, 9):
+        # Rank 0 has one of w in the first period, and then while the push travels.
+        of_w = 1.0 if (rank, call) in ((0, 1), (0, 5)) else None
+        opt.minimize(gives(1.0, of_w), var_list=[v, w])
+    meet()  # all have pushed before one leaves
+    opt.free()
+    assert v.value == -8
+    assert w.value == 3
+
+
+@pytest.mark.any_size
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_other_dtypes(comm, rank, size, dtype):
+    x = [variable(np.zeros(3), dtype, name) for name in "ab"]
+    options = {"quorum": size, "fragments": 2, "overlap": 1, "comm": comm}
+    with hpc.LocalStepsOptimizer(hpc.SGD(1), hpc.SGD(1), 4, **options) as opt:
+        for _ in range(9):
+            opt.minimize(gives(*np.ones((2, 3), dtype)), var_list=x)
+        assert [each.value.tolist() for each in x] == [[-9] * 3] * 2
+    assert [each.value.tolist() for each in x] == [[-8] * 3, [-6] * 3]
+
+
+# Its life
+
+
+@pytest.mark.any_size
+@pytest.mark.parametrize("count", [3, 1])
+def test_a_snapshot_continues_with_any_fragments(make, comm, rank, size, count):
+    variables, plain = made(), Plain(group_of(comm).nodes, 3, 6)
+    opt = make(comm, 6, quorum=size, fragments=3, servers=0)
+    train(opt, variables, plain, rank, 10)
+    saved = opt.snapshot() if rank == 0 else None
+    if rank == 0:
+        # Fragment 1 was pushed at 2 and 8, 2 at 4 and 10, 0 at 6.
+        assert saved["global_step"] == 5
+        assert saved["tally"]["accepted"] == [5] * size
+        same_bits(saved["variables"]["d"], plain.center()["d"])
+        slot = plain.servers[1]._rule.slots["c"]
+        same_bits(saved["state"]["c"]["momentum"], slot)
+    opt.free()
+    other = make(comm, 6, quorum=size, fragments=count, servers=0)
+    other.restore(saved, variables)
+    assert other.global_step == 5
+    check(variables, plain.center())
+    if rank == 0:
+        again = other.snapshot()
+        for name, parts in again["state"].items():
+            assert parts["step"] == saved["state"][name]["step"]
+            same_bits(parts["momentum"], saved["state"][name]["momentum"])
+        assert again["tally"] == saved["tally"]
+    meet()
+
+
+@pytest.mark.any_size
+def test_assign_undoes_local_steps_and_ends_flights(comm, rank, size):
+    x = [variable(name=name) for name in "ab"]
+    options = {"quorum": size, "fragments": 2, "overlap": 3, "comm": comm}
+    with hpc.LocalStepsOptimizer(hpc.SGD(1), hpc.SGD(1), 4, **options) as opt:
+        # The push of b, at 2, is under way.
+        for _ in range(3):
+            opt.minimize(gives(1.0, 1.0), var_list=x)
+        if rank == 0:
+            for var in x:
+                var.value[...] = 10
+        opt.assign()
+        assert [var.value for var in x] == [10, 10]
+        for _ in range(2):
+            opt.minimize(gives(2.0, 2.0))
+        assert [var.value for var in x] == [6, 6]
+    # a was pushed at 4, without the steps before.
+    assert x[0].value == 8
+    assert opt.global_step == 2
+
+
+@pytest.mark.any_size
+def test_paused_stops_all_fragments(make, comm, rank, size):
+    x = [variable(name=name) for name in "ab"]
+    opt = make(comm, 2, quorum=size, fragments=2)
+    for _ in range(4):
+        opt.minimize(gives(1.0, 1.0), var_list=x)
+    if rank == 0:
+        with opt.paused() as step:
+            assert step == opt.global_step == 4
+    meet()
+
+
+@pytest.mark.any_size
+def test_nonfinite_calls_do_not_count(comm, rank, size):
+    x = [variable(name=name) for name in "ab"]
+    options = {"fragments": 2, "on_nonfinite": "drop", "quorum": size, "comm": comm}
+    with hpc.LocalStepsOptimizer(hpc.SGD(1), hpc.SGD(1), 2, **options) as opt:
+        for bad in (True, False, True, False):
+            receipt = opt.minimize(gives(np.nan if bad else 1.0, 1.0), var_list=x)
+            assert receipt.nonfinite == bad
+        assert [var.value for var in x] == [-2, -2]
+        meet()
+        assert opt.statistics().nonfinite == (2,) * size
+
+
+@pytest.mark.ranks(min=2)
+def test_a_rank_that_ends_does_not_stop_other_fragments(comm, rank, size):
+    """In `free` it leaves all fragments before it waits for any."""
+    x = [variable(name=name) for name in "ab"]
+    options = {"fragments": 2, "quorum": size, "comm": comm}
+    with hpc.LocalStepsOptimizer(hpc.SGD(1), hpc.SGD(1), 2, **options) as opt:
+        for _ in range(2 if rank == size - 1 else 6):
+            opt.minimize(gives(1.0, 1.0), var_list=x)
+    assert opt.global_step == 6
+
+
+# Arguments
+
+
+@pytest.mark.any_size
+@pytest.mark.parametrize(
+    ("wrong", "kind", "text"),
+    [
+        ({"fragments": 0}, InvalidArgumentError, "fragments must be at least 1"),
+        ({"fragments": 5}, InvalidArgumentError, "must be at most the period"),
+        ({"fragments": 1.0}, TypeError, "fragments must be an integer"),
+        ({"overlap": -1}, InvalidArgumentError, "overlap must be at least 0 and less"),
+        ({"overlap": 4}, InvalidArgumentError, "less than the period, which is 4"),
+        ({"overlap": None}, TypeError, "overlap must be an integer"),
+    ],
+)
+def test_arguments_are_checked_on_all_ranks(comm, rank, size, wrong, kind, text):
+    mine = wrong if rank == size - 1 else {}
+    rules = hpc.SGD(1), hpc.SGD(1)
+    error = raised(hpc.LocalStepsOptimizer, *rules, 4, comm=comm, **mine)
+    assert type(error) is kind
+    assert text in str(error)
+
+
+class Own(hpc.Optimizer):
+    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+        pass
+
+
+@pytest.mark.any_size
+def test_an_optimizer_of_the_user_cannot_update_fragments(comm):
+    make = hpc.LocalStepsOptimizer
+    error = raised(make, hpc.SGD(1), Own("own"), 4, fragments=2, comm=comm)
+    assert type(error) is InvalidArgumentError
+    assert "fragments= needs an outer optimizer that is a rule" in str(error)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.any_size
+def test_dedicated_servers_have_no_fragments(comm):
+    options = {"fragments": 2, "dedicated": True, "comm": comm}
+    error = raised(hpc.LocalStepsOptimizer, hpc.SGD(1), hpc.SGD(1), 4, **options)
+    assert type(error) is InvalidArgumentError
+    assert "with dedicated=True, use fragments=1" in str(error)
+
+
+@pytest.mark.any_size
+def test_each_fragment_needs_a_variable(make, comm):
+    error = raised(make(comm, 4, fragments=2).initialize, [variable()])
+    assert type(error) is InvalidArgumentError
+    assert "fragments must be at most the number of variables, which is 1" in str(error)
+
+
+@pytest.mark.any_size
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("name", ["fragments", "overlap"])
+def test_ranks_must_agree(comm, rank, name):
+    options = {name: 2 + bool(rank), "comm": comm}
+    error = raised(hpc.LocalStepsOptimizer, hpc.SGD(1), hpc.SGD(1), 4, **options)
+    assert type(error) is DisagreementError
+    assert f"{name} must be the same" in str(error)
+
+
+@pytest.mark.any_size
+def test_it_shows_its_options(make, comm):
+    shown = repr(make(comm, 4, fragments=2, overlap=1))
+    assert "period=4, fragments=2, overlap=1, servers='auto'" in shown
+    assert "fragments" not in repr(make(comm, 4))
