@@ -26,26 +26,22 @@ from .accumulating import (  # noqa: F401
 
 
 def test_gradient_is_accepted_unless_its_step_is_lower(acc, form):
+    acc.apply_grad(like(form, [1, 1]))
     acc.set_global_step(3)
 
-    receipts = [acc.apply_grad(like(form, [1, 1]), step) for step in (2, 3, 4, -1)]
+    steps = {2: np.nan, 3: 1, 4: 1, -1: 7}
+    receipts = [acc.apply_grad(like(form, [v, v]), n) for n, v in steps.items()]
     assert [bool(r) for r in receipts] == [False, True, True, False]
     assert [r.accepted for r in receipts] == [False, True, True, False]
     assert [r.lag for r in receipts] == [1, 0, -1, 4]
     assert [(r.local_step, r.global_step) for r in receipts[:2]] == [(2, 3), (3, 3)]
     assert all(type(r) is hpc.Receipt for r in receipts)
-    assert acc.num_accumulated() == 2
-
-
-def test_stale_gradients_change_only_the_counts(acc, form):
-    acc.apply_grad(like(form, [1, 2]))
-    acc.set_global_step(5)
-    acc.apply_grad(like(form, [np.nan, 7]), 4)
-    assert acc.num_accumulated() == 1
-
-    same_bits(form, acc.take_grad(1, timeout=0), [1.0, 2.0])
-    acc.apply_grad(like(form, [9, 9]), 5)
-    assert acc.num_accumulated() == 0
+    assert acc.num_accumulated() == 3
+    kept = acc.take_grad(1, timeout=0)
+    # The result is the caller's.
+    acc.apply_grad(like(form, [8, 8]), 4)
+    acc.take_grad(1, timeout=WAIT)
+    same_bits(form, kept, [1.0, 1.0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -101,16 +97,6 @@ def test_gradients_may_be_freed_or_written_again_at_once(acc, form):
 
     same_bits(form, acc.take_grad(2, timeout=WAIT), [2.0, 6.0])
     assert len(filler) == 20
-
-
-def test_result_is_the_callers(acc, form):
-    acc.apply_grad(like(form, [1, 2]))
-    kept = acc.take_grad(1, timeout=WAIT)
-    for step in 1, 2:
-        acc.apply_grad(like(form, [8, 8]), step)
-        acc.take_grad(1, timeout=WAIT)
-
-    same_bits(form, kept, [1.0, 2.0])
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1, 2) * 4, 5, [2, 3]])
@@ -176,14 +162,6 @@ def test_halves_are_summed_in_float32(make, form, dtype, large):
     same_bits(form, acc.take_grad(3, timeout=WAIT), np.array(40000, dtype))
 
 
-def test_result_beyond_the_dtype_is_infinite(make, form):
-    acc = make("float16", (), reduction_type="SUM")
-    for _ in range(3):
-        acc.apply_grad(like(form, 40000, "f2"))
-
-    same_bits(form, acc.take_grad(3, timeout=WAIT), np.array(np.inf, np.float16))
-
-
 def test_nan_and_infinity_stay_in_their_round(make, form):
     acc = make("float32", (4,))
     for other in 1, np.inf, -np.inf:
@@ -204,14 +182,6 @@ def test_minus_0_stays_and_subnormals_are_flushed(make, form):
     double = make("float64")
     double.apply_grad(like(form, [-0.0, 1e-300]))
     same_bits(form, double.take_grad(1, timeout=WAIT), [-0.0, 1e-300])
-
-
-def test_gradients_are_scaled(make, form):
-    acc = make("float32")
-    acc.apply_grad(like(form, [1, 2], "f2"), scale=0.5)
-    acc.apply_grad(like(form, [1, 2], "f2"), 0, scale=2)
-
-    same_bits(form, acc.take_grad(2, timeout=WAIT), np.float32([1.25, 2.5]))
 
 
 @pytest.mark.parametrize("dtype", ALL, ids=str)

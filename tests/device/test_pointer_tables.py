@@ -7,8 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hpcaccum import InvalidArgumentError, Layout
-from hpcaccum.device.multi_tensor import PointerTable, check_device_array
+from hpcaccum import Layout
+from hpcaccum.device.multi_tensor import PointerTable
 
 DTYPES = [
     np.dtype(np.float32),
@@ -61,19 +61,6 @@ def test_arrays_of_all_dtypes_are_packed_and_unpacked(dtype):
         np.testing.assert_array_equal(out.get(), host[name])
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_arrays_are_accumulated(dtype):
-    layout = Layout(SHAPES, dtype)
-    table, flat = PointerTable(layout), cupy.zeros(layout.size, dtype)
-    host = numbers(SHAPES, DTYPES)
-    arrays = on_device(host)
-    for scale in 1, 0.25:
-        table.addition(flat, arrays, scale)()
-
-    for name, view in layout.views(flat.get()).items():
-        np.testing.assert_array_equal(view, 1.25 * host[name].astype(dtype))
-
-
 def test_some_of_the_arrays_in_any_order():
     layout = Layout(SHAPES, np.float32)
     table, flat = PointerTable(layout), cupy.zeros(layout.size, np.float32)
@@ -88,42 +75,6 @@ def test_some_of_the_arrays_in_any_order():
         np.testing.assert_array_equal(views[name], np.zeros_like(host[name]) + packed)
 
 
-def test_no_arrays_at_all():
-    table = PointerTable(Layout({}, np.float32))
-    table.pack(cupy.zeros(0, np.float32), {})
-    table.addition(cupy.zeros(0, np.float32), {})()
-
-    assert table.table({}).chunks.blocks == 1
-
-
-def test_arrays_that_are_not_aligned():
-    layout = Layout({"a": (1000,)}, np.float32)
-    table, flat = PointerTable(layout), cupy.zeros(layout.size, np.float32)
-    base = cupy.asarray(np.arange(1001, dtype=np.float32))
-    table.pack(flat, {"a": base[1:]})
-
-    np.testing.assert_array_equal(flat.get()[:1000], np.arange(1, 1001))
-
-
-def test_tables_are_kept_for_arrays_at_the_same_places():
-    layout = Layout({"a": (3,), "b": (2,)}, np.float32)
-    table = PointerTable(layout)
-    arrays = on_device(numbers(layout.shapes, DTYPES[:1]))
-    first = table.table(arrays)
-    again = table.table(dict(arrays))
-
-    assert again.arrays is first.arrays
-    assert again.chunks is first.chunks
-    other = table.table({**arrays, "b": cupy.zeros(2, np.float32)})
-    assert other.arrays is not first.arrays
-    assert other.chunks is first.chunks
-    assert first.arrays.get().tolist() == [
-        [arrays["a"].data.ptr, 0, 3, 0],
-        [arrays["b"].data.ptr, 16, 2, 0],
-    ]
-    assert first.chunks.rows.get().tolist() == [[0, 0], [1, 0]]
-
-
 def test_arrays_of_another_dtype_at_the_same_place_are_others():
     layout = Layout({"a": (4,)}, np.float32)
     table, flat = PointerTable(layout), cupy.zeros(layout.size, np.float32)
@@ -133,54 +84,3 @@ def test_arrays_of_another_dtype_at_the_same_place_are_others():
 
         expected = array.get().astype(np.float32)
         np.testing.assert_array_equal(flat.get()[:4], expected)
-
-
-def test_tables_belong_to_a_stream():
-    layout = Layout({"a": (3,)}, np.float32)
-    table, arrays = PointerTable(layout), {"a": cupy.zeros(3, np.float32)}
-    here = table.table(arrays)
-    with cupy.cuda.Stream(non_blocking=True):
-        there = table.table(arrays)
-
-    assert there.arrays is not here.arrays
-    assert there.chunks is not here.chunks
-    assert table.table(arrays).arrays is here.arrays
-
-
-def test_few_tables_are_kept_and_the_oldest_goes():
-    layout = Layout({"a": (3,)}, np.float32)
-    table = PointerTable(layout)
-    places = [{"a": cupy.zeros(3, np.float32)} for _ in range(11)]
-    first, second = (table.table(arrays).arrays for arrays in places[:2])
-    for arrays in places[2:10]:
-        table.table(arrays)
-    assert table.table(places[0]).arrays is first
-    table.table(places[10])
-
-    assert table.table(places[0]).arrays is first
-    assert table.table(places[1]).arrays is not second
-
-
-def test_tables_of_single_arrays_are_kept():
-    shapes = {f"a{number}": (2,) for number in range(20)}
-    table = PointerTable(Layout(shapes, np.float32))
-    arrays = {name: cupy.zeros(2, np.float32) for name in shapes}
-    made = [table.table({name: arrays[name]}).arrays for name in shapes]
-    again = [table.table({name: arrays[name]}).arrays for name in shapes]
-
-    assert all(one is other for one, other in zip(made, again, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("array", "text"),
-    [
-        (lambda: np.zeros(3, np.float32), "x must be an array on the device, got nd"),
-        (lambda: cupy.zeros(4, np.float32), r"x must have shape \(3,\), got \(4,\)"),
-        (lambda: cupy.zeros(3, np.int32), "must be of float32, got int32"),
-        (lambda: cupy.zeros(6, np.float32)[::2], "must be contiguous"),
-    ],
-)
-def test_arrays_are_checked(array, text):
-    with pytest.raises(InvalidArgumentError, match=text):
-        check_device_array("x", array(), (3,), DTYPES[:1])
-    check_device_array("x", cupy.zeros(3, np.float32), (3,), DTYPES[:1])

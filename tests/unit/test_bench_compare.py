@@ -81,22 +81,6 @@ def test_without_a_reference_in_both_files_times_are_compared(compare):
     assert not any("references took" in note for note in notes)
 
 
-def test_times_that_vary_must_differ_more(compare):
-    # 1.2 is beyond the tolerance of 0.1, but not beyond that and 10 % of noise.
-    def files(spread, times):
-        yield [row(spread_us=spread), reference()]
-        yield [row("zero-copy", times * 10), reference()]
-
-    assert compare(*files(0.0, 1.2))[0] == 1
-    assert compare(*files(1.0, 1.2))[0] == 2
-    status, lines, _ = compare(*files(1.0, 1.22))
-    assert (status, lines[0][-3]) == (1, "10%")
-    # Of all four times: 2 parts in 10 are of 20.
-    old = [row(spread_us=1.0), reference(spread_us=1.0)]
-    new = [row("zero-copy", 20.0, spread_us=2.0), reference(spread_us=1.0)]
-    assert compare(old, new)[1][0][-3] == "20%"
-
-
 @pytest.mark.parametrize(
     ("ratio", "spread", "verdict", "status"),
     [
@@ -107,6 +91,7 @@ def test_times_that_vary_must_differ_more(compare):
         (1.09, 0.1, "undecided", 2),
         (1.2, 0.5, "slower", 1),
         (1.2, 1.0, "undecided", 2),
+        (1.22, 1.0, "slower", 1),
     ],
 )
 def test_a_row_whose_noise_could_hide_it_is_undecided(
@@ -125,14 +110,6 @@ def test_a_row_whose_noise_could_hide_it_is_undecided(
         f"3 rows compared, {int(status == 1)} slower by more than 10% and the noise, "
         f"{int(status == 2)} undecided"
     )
-
-
-def test_a_row_that_is_slower_counts_more_than_an_undecided_one(compare):
-    new = [row("zero-copy", 20.0), row("flat", spread_us=50.0), reference()]
-    status, _, notes = compare([row(), row("flat"), reference()], new)
-
-    assert status == 1
-    assert notes[-1].endswith("1 slower by more than 10% and the noise, 1 undecided")
 
 
 @pytest.mark.parametrize("median", ["x", None, 0, -1, math.nan])

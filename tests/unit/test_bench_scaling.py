@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
 
 from hpcaccum import InvalidArgumentError
-from hpcaccum.bench.plot import draw
 from hpcaccum.bench.scaling import report
 
-from .measured import reference, row, write
+from .measured import row, write
 
 
 @pytest.fixture
@@ -100,14 +98,6 @@ def test_files_with_nothing_in_common_are_an_error(measured, tmp_path):
         report([other], None)
 
 
-def test_a_picture(measured, tmp_path):
-    # An old one may warn when it is imported.
-    pytest.importorskip("matplotlib.figure")
-    report([measured(2, 1, 1.0), measured(4, 1, 2.0)], tmp_path / "x.png")()
-
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.fixture
 def drawn(monkeypatch):
     """The figures that would be written."""
@@ -115,24 +105,6 @@ def drawn(monkeypatch):
     figure = pytest.importorskip("matplotlib.figure").Figure
     monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: figures.append(self))
     return figures
-
-
-def test_a_picture_has_the_colors_of_the_other_pictures(tmp_path, drawn):
-    rows = [row("round", raw="Accumulate"), row("apply", raw="Put")]
-    rows += [row("in slot", raw="Put"), row("stale", raw=None)]
-    rows += [reference(name) for name in ("Accumulate", "Put", "copy")]
-    rows += [dataclasses.replace(each, bytes=8192) for each in rows]
-    for ranks in 1, 2:
-        write(tmp_path / f"{ranks}", rows, ranks=ranks)
-    report([tmp_path / "1", tmp_path / "2"], tmp_path / "x.png")()
-    draw(rows, "title", tmp_path / "x.png")
-
-    grown, times = (
-        {line.get_label(): line for line in figure.axes[0].lines} for figure in drawn
-    )
-    for name in (each.name for each in rows):
-        assert grown[name].get_color() == times[name].get_color()
-        assert grown[name].get_linestyle() == times[name].get_linestyle()
 
 
 def test_a_picture_says_where_and_when(tmp_path, drawn):
