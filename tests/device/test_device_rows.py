@@ -121,27 +121,6 @@ def test_invalid_indices_are_reported_at_the_take(make):
     check(acc.take_grad(2, timeout=WAIT), [4, 5], [5, 1], make.dtype)
 
 
-def test_rows_of_another_stream_may_be_freed_at_once(make):
-    acc = make((50, 3))
-    computing, applying = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
-    for number in 1, 2:
-        with computing:
-            rows = cupy.asarray(np.arange(50))
-            values = cupy.asarray(np.full((50, 3), number, make.dtype))
-            ready = computing.record()
-        with applying:
-            applying.wait_event(ready)
-            acc.apply_grad(rows, values)
-        del rows, values
-        with computing:
-            # The pool gives what was freed to the next arrays of this stream.
-            others = cupy.full(50, 7), cupy.full((50, 3), 99, make.dtype)
-        computing.synchronize()
-
-    check(acc.take_grad(2, timeout=WAIT), list(range(50)), [1.5] * 50, make.dtype)
-    assert len(others) == 2
-
-
 def test_what_does_not_fit_is_refused(make):
     acc = make()
     rows = cupy.asarray(np.array([0, 1]))

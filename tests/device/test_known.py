@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cupy
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -113,6 +114,16 @@ def test_a_gradient_may_have_a_dtype_that_a_result_may_not():
         with pytest.raises(hpc.InvalidArgumentError, match="must be of float32"):
             acc.take_grad(1, out=half)
     assert acc.num_accumulated() == 2
+
+
+def test_arrays_of_another_dtype_at_the_same_place_are_others():
+    acc = hpc.DeviceAccumulator("float32", {"a": (4,), "none": (0, 3), "b": ()})
+    one, none = cupy.ones((), np.float32), cupy.zeros((0, 3), np.float32)
+    half = cupy.asarray(np.array([1, 2, 3, 4], np.float16))
+    for array in half, half.view(ml_dtypes.bfloat16):
+        acc.apply_grad({"b": one, "a": array, "none": none}, STEP)
+        sums = acc.take_grad(1)
+        np.testing.assert_array_equal(sums["a"].get(), array.get().astype("f4"))
 
 
 def test_names_in_another_order_are_the_same_arrays():

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-
 import cupy
 import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum.device import kernels, tables
+from hpcaccum.device import kernels
 
 from ..common import same_bits
 from .launching import DTYPES, SIZES, SUMS, Watched, i64, launch, normal
@@ -112,34 +110,6 @@ def test_variables_without_a_gradient_are_left_alone(rule, launches):
     pair.check()
     # The steps of the variables differ, as Adam's rates then do.
     assert len(launches) == 5
-
-
-@pytest.fixture
-def uploads(monkeypatch):
-    """The tables that are copied to the device."""
-    copied, upload = [], tables.upload
-    monkeypatch.setattr(tables, "upload", lambda *a: copied.append(a) or upload(*a))
-    return copied
-
-
-@pytest.mark.parametrize(("stream", "expected"), [("null", 3), ("ptds", 6)])
-def test_threads_share_the_tables_of_a_stream(uploads, stream, expected):
-    """A default stream per thread has the same address in all threads."""
-    pair = Pair("sgd", [normal(300, np.float32)])
-    grads = [normal(300, np.float32, 1)]
-    there = [cupy.asarray(grads[0])]
-
-    def apply():
-        with getattr(cupy.cuda.Stream, stream) as current:
-            pair.apply(grads, there)
-            current.synchronize()
-
-    apply()
-    thread = threading.Thread(target=apply)
-    thread.start()
-    thread.join()
-    pair.check()
-    assert len(uploads) == expected
 
 
 def test_streams_may_be_deleted_while_they_work():
@@ -287,19 +257,3 @@ def test_gradients_that_are_variables_that_share_memory(rule):
         for opt, variables in (pair.host, pair.here), (pair.device, pair.there):
             opt.apply_gradients([(variables[i].value, variables[i]) for i in order])
         pair.check()
-
-
-def test_tables_are_freed_on_request():
-    pair = Pair("sgd", [normal(300, np.float32)])
-    grads, pool = [normal(300, np.float32, 1)], cupy.get_default_memory_pool()
-    there = [cupy.asarray(grads[0])]
-    before = pool.used_bytes()
-    pair.apply(grads, there)
-    if pool.used_bytes() == before == 0:
-        pytest.skip("CuPy's arrays are not in its pool")
-    assert pool.used_bytes() > before
-    pair.device._release()
-
-    assert pool.used_bytes() == before
-    pair.apply(grads, there)
-    pair.check()
