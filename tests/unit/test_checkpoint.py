@@ -62,6 +62,22 @@ def another_process(monkeypatch):
     return act
 
 
+@pytest.fixture
+def while_it_saves(monkeypatch):
+    """Do something once while a file is complete and has not got its name."""
+    synchronize = checkpoint._synchronize
+
+    def prepare(act):
+        def once(path):
+            monkeypatch.setattr(checkpoint, "_synchronize", synchronize)
+            act()
+            synchronize(path)
+
+        monkeypatch.setattr(checkpoint, "_synchronize", once)
+
+    return prepare
+
+
 LEAVES = (
     st.none()
     | st.booleans()
@@ -266,19 +282,18 @@ def test_the_file_has_the_permissions_of_the_user(tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
-def test_an_interrupted_save_leaves_the_earlier_ones(tmp_path, monkeypatch):
+def test_an_interrupted_save_leaves_the_earlier_ones(tmp_path, while_it_saves):
     # What a job left that was killed.
     (tmp_path / ".unfinished-1").mkdir()
     (tmp_path / ".unfinished-1" / "half").write_bytes(b"x")
     path = checkpoint.save(tmp_path, 1)
 
-    def interrupted(*args):
+    def interrupted():
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_synchronize", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            checkpoint.save(tmp_path, 2)
+    while_it_saves(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path, 2)
 
     assert names(tmp_path) == [path.name]
     assert checkpoint.load(tmp_path) == 1
@@ -307,15 +322,10 @@ def test_files_are_on_the_disk_before_they_are_renamed(tmp_path, monkeypatch):
     assert names(tmp_path) == [two]
 
 
-def test_a_signal_handler_may_save_while_a_checkpoint_is_written(tmp_path, monkeypatch):
-    synchronize = checkpoint._synchronize
-
-    def interrupted(path):
-        monkeypatch.setattr(checkpoint, "_synchronize", synchronize)
-        checkpoint.save(tmp_path, "later")
-        synchronize(path)
-
-    monkeypatch.setattr(checkpoint, "_synchronize", interrupted)
+def test_a_signal_handler_may_save_while_a_checkpoint_is_written(
+    tmp_path, while_it_saves
+):
+    while_it_saves(lambda: checkpoint.save(tmp_path, "later"))
     path = checkpoint.save(tmp_path, "earlier")
     assert checkpoint.load(path) == "earlier"
     assert checkpoint.load(tmp_path) == "later"
@@ -369,18 +379,10 @@ def test_the_last_process_that_began_to_save_goes_on(
 
 
 def test_a_process_that_lost_its_directory_while_it_saved_is_told(
-    tmp_path, another_process, monkeypatch
+    tmp_path, another_process, while_it_saves
 ):
     checkpoint.save(tmp_path, "first")
-    synchronize = checkpoint._synchronize
-
-    def overtaken(path):
-        # The file is complete and has not got its name.
-        monkeypatch.setattr(checkpoint, "_synchronize", synchronize)
-        another_process(checkpoint.save, tmp_path, "second")
-        synchronize(path)
-
-    monkeypatch.setattr(checkpoint, "_synchronize", overtaken)
+    while_it_saves(lambda: another_process(checkpoint.save, tmp_path, "second"))
     with pytest.raises(CheckpointError, match="another run saves here now"):
         checkpoint.save(tmp_path, "late")
 
@@ -388,17 +390,15 @@ def test_a_process_that_lost_its_directory_while_it_saved_is_told(
     assert len(names(tmp_path)) == 2
 
 
-def test_the_files_of_the_owner_are_not_removed(tmp_path, another_process, monkeypatch):
-    synchronize = checkpoint._synchronize
-
-    def another_tries(path):
-        monkeypatch.setattr(checkpoint, "_synchronize", synchronize)
+def test_the_files_of_the_owner_are_not_removed(
+    tmp_path, another_process, while_it_saves
+):
+    def another_tries():
         with pytest.raises(CheckpointError):
             another_process(checkpoint.save, tmp_path, "late", keep=1)
-        synchronize(path)
 
     another_process(checkpoint.save, tmp_path, "first")
-    monkeypatch.setattr(checkpoint, "_synchronize", another_tries)
+    while_it_saves(another_tries)
     checkpoint.save(tmp_path, "second")
 
     assert checkpoint.load(tmp_path) == "second"
@@ -640,14 +640,14 @@ def test_a_snapshot_of_other_variables_changes_nothing():
 
 
 class Counting(hpc.Optimizer):
-    """An optimizer of the user, whose slot exists from `initialize` on."""
+    """An optimizer of the user, whose slot exists from `initialize` on, or later."""
 
     def initialize(self, var_list):
         super().initialize(var_list)
-        self.sums = {
-            var: hpc.Variable(np.zeros(var.shape), f"{var.name}/sum")
-            for var in self._variables
-        }
+        self.sums = {}
+        if self.get_name() != "late":
+            for var in self._variables:
+                self.sums[var] = hpc.Variable(np.zeros(var.shape), f"{var.name}/sum")
 
     def apply_gradients(self, grads_and_vars, global_step=None, name=None):
         for grad, var in grads_and_vars:
@@ -672,18 +672,5 @@ def test_optimizers_of_the_user_are_restored_by_their_slots():
 
     same(other.snapshot(), snapshot)
     assert snapshot["state"] == {"w": {"sum": pytest.approx(3)}, "s": {"sum": 3.0}}
-
-
-class Late(Counting):
-    """One whose slots appear with the first update."""
-
-    def initialize(self, var_list):
-        hpc.Optimizer.initialize(self, var_list)
-
-
-def test_slots_that_do_not_exist_yet_cannot_be_restored():
-    own = variables(np.float64)
-    opt = Counting("counting")
-    train(opt, own, range(2))
     with pytest.raises(InvalidArgumentError, match="no slot 'sum' of 'w' before"):
-        Late("late").restore(opt.snapshot(), own)
+        Counting("late").restore(opt.snapshot(), own)

@@ -127,25 +127,6 @@ def test_timeout_may_be_any_real_number(timeout):
     assert Deadline(timeout, "call").remaining > 0.5
 
 
-@pytest.mark.parametrize(
-    ("moves_data", "least", "most"), [(True, 1e-6, 50e-6), (False, 5e-3, 5e-3)]
-)
-def test_naps_stay_short_while_looks_move_data(moves_data, least, most, monkeypatch):
-    monkeypatch.setattr(module, "EAGER", 0)
-    now, naps = [0.0], []
-
-    def nap(seconds):
-        naps.append(seconds)
-        now[0] += 1
-
-    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=nap)
-    monkeypatch.setattr(module, "time", clock)
-    looks = iter([None] * 30 + ["found"])
-    Deadline(100.0, "call").wait(lambda: next(looks), str, moves_data=moves_data)
-
-    assert least <= naps[-1] <= most
-
-
 def test_check_runs_after_each_look():
     events = []
 
@@ -164,18 +145,6 @@ def test_check_ends_a_wait_that_cannot_succeed():
 
     with pytest.raises(KeyError, match="hopeless"):
         Deadline(0, "call").wait(never, lambda: "rain", check=check)
-
-
-def test_block_looks_four_times_a_second(monkeypatch):
-    monkeypatch.setattr(module, "FIRST_WARNING", math.inf)
-    spans = []
-
-    def attempt(seconds):
-        spans.append(seconds)
-        return len(spans) == 2 or None
-
-    assert Deadline(math.inf, "call").block(attempt, str)
-    assert spans == [0, 0.25]
 
 
 @pytest.mark.parametrize("how", ["wait", "block"])
@@ -233,21 +202,6 @@ def test_time_of_all_waits_of_a_call_is_added_up():
     with pytest.raises(hpc.WaitTimeoutError):
         deadline.block(lambda seconds: time.sleep(0.01), lambda: "rain")
     assert deadline.waited >= first
-
-
-def test_name_of_a_call_is_formatted_for_messages_only():
-    class Call:
-        def __str__(self):
-            names.append("asked")
-            return "call 7"
-
-    names = []
-    deadline = Deadline(0, Call())
-    deadline.wait(lambda: 1, str)
-    assert not names
-
-    with pytest.raises(hpc.WaitTimeoutError, match=r"^call 7: waited"):
-        deadline.wait(never, lambda: "rain")
 
 
 def test_join_waits_for_a_thread():

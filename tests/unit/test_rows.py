@@ -154,18 +154,6 @@ def test_repeated_rows_of_one_gradient_are_added_in_order(small, dtype, number):
     check(found, [(indices, values)], wide, np.ones(10))
 
 
-@pytest.mark.parametrize("number", [1, 2, 5])
-def test_gradients_are_added_in_their_order_and_counted(small, number):
-    raw = [random_rows(each * 7, seed=each) for each in range(number)]
-    parts = [distinct(*each, np.dtype("f4")) for each in raw]
-    counts = np.zeros(10)
-    for part in parts:
-        counts[part.indices + 2] += 1
-
-    # Of sums, as rows of a gradient are added first.
-    check(merged(parts), [(p.indices, p.values) for p in parts], np.float32, counts)
-
-
 def test_weights_of_sums_are_added():
     one, two = np.array([1, 4]), np.array([4, 9])
     parts = [Rows(one, np.array([2, 3]), np.ones((2, 1)))]

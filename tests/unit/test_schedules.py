@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from hpcaccum import InvalidArgumentError, Layout
 from hpcaccum.reducer import selection
-from hpcaccum.reducer.flat import Flat
 from hpcaccum.reducer.schedule import Case, Readiness, cut
 from hpcaccum.reducer.signature import Digits
-from hpcaccum.reducer.two_shot import TwoShot, stripe
+from hpcaccum.reducer.two_shot import stripe
 
 KIB = 1 << 10
 ONE = Case(4, 1, 1, KIB, None, None, cuda_aware=False)
@@ -79,22 +78,6 @@ def test_names_are_listed_in_messages():
         InvalidArgumentError, match="for schedule 'flat', got 'auto': the others"
     ):
         check("auto", cuda_aware=True)
-
-
-@pytest.mark.parametrize(
-    ("cores", "nbytes", "expected"),
-    [
-        (1, 1 << 30, 2 << 20),
-        (2, 4 << 20, 2 << 20),
-        (2, 32 << 20, 8 << 20),
-        (9, 1 << 30, 16 << 20),
-    ],
-)
-def test_buckets_are_larger_where_threads_share_them(cores, nbytes, expected):
-    case = ONE._replace(cores=cores, nbytes=nbytes)
-
-    assert TwoShot.bucket_bytes(case) == expected
-    assert Flat.bucket_bytes(case) == Flat.default_bucket_bytes
 
 
 # Buckets and stripes

@@ -91,3 +91,4 @@ def test_a_receipt_is_printed_in_a_line():
     ]
     assert [bool(each) for each in receipts] == [True, False, False, True, True]
     assert [each.lag for each in receipts] == [0, 3, 0, 0, 2]
+    assert [each.reason for each in receipts] == ["", "stale", "nonfinite", "", ""]

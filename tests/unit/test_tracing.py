@@ -106,33 +106,6 @@ def test_a_call_that_fails_shows_its_error(recorder):
     assert event.args == {"error": "ZeroDivisionError"}
 
 
-def test_each_thread_has_a_row(recorder):
-    def work():
-        with hpc.span("work", item=3):
-            pass
-
-    for _ in range(2):
-        thread = threading.Thread(target=work, name="helper")
-        thread.start()
-        thread.join()
-    rows = recorder.rows()
-
-    assert list(rows) == ["", "helper"]
-    assert [event.label.name for event in rows["helper"]] == ["work"] * 2
-    assert rows["helper"][0].args == {"item": 3}
-
-
-def test_events_above_the_limit_are_counted(monkeypatch):
-    monkeypatch.setattr(module, "MOST", 3)
-    recorder = Recorder()
-    for number in range(5):
-        recorder.add(Label("x", "y"), number, number, None)
-
-    assert recorder.left_out() == 2
-    recorder.add(Label("x", "y"), 9, 9, None)
-    assert [event.begin for event in spans(recorder)] == [0, 1, 2]
-
-
 def event(begin, end):
     return Event(Label(f"{begin}-{end}", ""), begin, end, None)
 

@@ -11,7 +11,7 @@ import pytest
 
 from hpcaccum.train.data import batches, prepare
 from hpcaccum.train.model import MLP
-from hpcaccum.train.report import Progress, Record, Result, saved, tables
+from hpcaccum.train.report import Progress, Record, Result, saved
 
 
 @pytest.fixture
@@ -150,16 +150,3 @@ def result(**facts):
 )
 def test_where_a_run_ended(facts, text):
     assert saved(result(**facts), argparse.Namespace(save="s")) == text
-
-
-def test_columns_have_one_width():
-    facts = {"strategy": "sync-replicas", "seconds": 1234.56, "updates": 1000}
-    facts |= {"accuracy": 0.967, "accepted": [12345, 2], "dropped": [678, 0]}
-    facts |= {"waited": [98.76, 0.0], "lags": {0: 1, 5: 2, 20: 3, 40: 1}}
-    one = result(**facts, updates_per_second=0.8, samples_per_second=9)
-    options = argparse.Namespace(straggler={}, batch=16, strategies=("agn",), period=1)
-    lines = list(tables([one], options))
-
-    assert "strategy       rank  accepted  dropped   waited" in lines
-    assert "sync-replicas  0        12345      678  98.76 s" in lines
-    assert "               1            2        0   0.00 s" in lines

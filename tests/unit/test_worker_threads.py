@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from hpcaccum import WaitTimeoutError
 from hpcaccum import worker_threads as helpers
 from hpcaccum.deadline import Deadline
 from hpcaccum.server.publisher import Change
@@ -140,3 +141,10 @@ def test_wait_ends_with_the_change():
     thread.join(WAIT)
 
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("made_here", [True, False])
+def test_wait_has_a_limit(made_here):
+    change = Change(made_here=made_here)
+    with pytest.raises(WaitTimeoutError, match=r"waited .* for an answer"):
+        change.wait(lambda: False, Deadline(0.01, "test"), lambda: "an answer")
