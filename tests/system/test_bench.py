@@ -9,7 +9,7 @@ import struct
 
 import pytest
 
-from hpcaccum import cli
+from ..common import status_of
 
 BENCHMARKS = ["accumulate", "allreduce", "step"]
 QUICK = "--sizes", "4K", "64K", "--seconds", "0.05"
@@ -172,7 +172,8 @@ def test_compare_reads_what_bench_writes(measured, tmp_path, capsys):
         lines = [{**each, **change(each)} for each in read(measured)]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (tmp_path / name).write_text(text)
-        status = cli.main(["bench", "compare", str(measured), str(tmp_path / name)])
+        files = str(measured), str(tmp_path / name)
+        status = status_of("bench", "compare", *files)
         return status, capsys.readouterr()
 
     status, shown = compare("same.json", lambda row: {})

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from hpcaccum import cli
-
+from ..common import status_of
 from .conftest import REPOSITORY
 
 FOLDER = REPOSITORY / "slurm"
@@ -127,13 +126,9 @@ BAD = {
 
 @pytest.mark.parametrize("words", BAD)
 def test_what_would_fail_days_later_fails_now(words, capsys):
-    try:
-        status = cli.main(["sbatch", *words.split()])
-    except SystemExit as left:
-        status = left.code
+    assert status_of("sbatch", *words.split()) == 2
     shown = capsys.readouterr()
 
-    assert status == 2
     assert shown.out == ""
     assert BAD[words] in shown.err
 

@@ -7,11 +7,12 @@ import math
 
 import pytest
 
-from hpcaccum import InvalidArgumentError, cli
+from hpcaccum import InvalidArgumentError
 from hpcaccum.bench.compare import comparison
 from hpcaccum.bench.rows import read
 from hpcaccum.bench.scaling import report
 
+from ..common import status_of
 from .measured import reference, row, write
 
 
@@ -172,7 +173,7 @@ def test_an_unusable_file_is_one_line_and_the_status_2(bad, tmp_path, capsys):
         bad.write_bytes(content)
 
     for pair in (good, bad), (bad, good):
-        assert cli.main(["bench", "compare", *map(str, pair)]) == 2
+        assert status_of("bench", "compare", *map(str, pair)) == 2
         shown = capsys.readouterr().err
         assert f"error: {bad}: {text}" in shown
         assert len(shown.splitlines()) == 1
