@@ -104,7 +104,7 @@ test-device: $(VENV)/.test
 nvrtc: $(VENV)/.nvrtc
 
 # CuPy itself, the oldest and the newest that are supported, over a driver that does
-# nothing; and whether the simulated one has only what the oldest has.
+# nothing.
 OLDEST_CUPY := $(VENV)/cupy-14.0
 NULL_DRIVER := $(PYTEST) tests/null_driver $(ARGS) </dev/null
 test-cupy: $(VENV)/.test
@@ -115,11 +115,7 @@ test-newest-cupy: $(VENV)/.nvrtc
 	$(NULL_DRIVER)
 
 test-oldest-cupy: $(VENV)/.nvrtc $(OLDEST_CUPY)/.installed
-	@status=0; set -x; \
-	PYTHONPATH=$(OLDEST_CUPY) $(NULL_DRIVER) || status=1; \
-	PYTHONPATH=$(OLDEST_CUPY) $(PYTEST) tests/simulator/tests/test_fidelity.py \
-	    $(ARGS) </dev/null || status=1; \
-	exit $$status
+	PYTHONPATH=$(OLDEST_CUPY) $(NULL_DRIVER)
 
 # CuPy for the CUDA of this machine is the user's choice: it must be in $(VENV).
 test-gpu: $(VENV)/.test

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hpcaccum import cli
+
 # Seconds a test waits for something that takes milliseconds.  Virtual machines stand
 # still for a minute at times.  It is well below the time limit of a test, so that the
 # message is the timeout's.
@@ -26,6 +28,14 @@ def same_bits(found: Any, expected: Any) -> None:
     equal = found.tobytes() == expected.tobytes()
     # Not in one line: pytest would compute a diff of all bytes, which takes minutes.
     assert equal, f"{found} is not {expected}"
+
+
+def status_of(*words: str) -> Any:
+    """Return the exit status of a command, which runs in this process."""
+    try:
+        return cli.main([*words])
+    except SystemExit as leaving:
+        return leaving.code
 
 
 def every_second(cases: Iterable[Any]) -> list[Any]:

@@ -7,12 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import hpcaccum as hpc
 import hpcaccum.jax
+import hpcaccum.jax as hpj
 from hpcaccum import DisagreementError, FreedError, InvalidArgumentError
 
 from ..common import same_bits
 from ..mpi.support import meet
+from ..mpi.training import raised
+
+try:
+    from jax import shard_map
+except ImportError:
+    from jax.experimental.shard_map import shard_map
 
 
 @pytest.fixture
@@ -116,17 +126,6 @@ def test_two_pytrees_in_one_program(comm, rank, size):
     first.free()
 
 
-def test_results_are_not_memory_of_the_exchange(average):
-    grads = {"w": jnp.ones(64)}
-    average.update(grads, average.init(grads))
-    reducer = average._averager._shard.reducer
-
-    (mean,) = average._averager._reduce(grads["w"], 1.0)
-
-    for shared in (reducer.results(), reducer.arrays()):
-        assert not any(np.shares_memory(mean, array) for array in shared.values())
-
-
 @pytest.mark.parametrize("compiled", [True, False])
 def test_updates_that_are_not_finite_are_dropped(comm, rank, size, compiled):
     average, last = hpcaccum.jax.average(comm, on_nonfinite="drop"), size - 1
@@ -150,10 +149,6 @@ def test_updates_that_are_not_finite_are_dropped(comm, rank, size, compiled):
     assert average.statistics().accepted == tuple(4 - each for each in nonfinite)
     average.free()
     assert average.statistics().nonfinite == nonfinite
-
-
-def test_nothing_is_counted_before_the_first_update(average, size):
-    assert average.statistics().accepted == (0,) * size
 
 
 def test_an_update_that_is_not_finite_is_an_error_on_every_rank(comm, rank, size):
@@ -186,13 +181,10 @@ def test_a_rule_around_which_nothing_is_dropped_sees_the_same_on_all_ranks(
     assert state[1].total_notfinite == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"on_nonfinite": "ignore"}, "on_nonfinite must be one of")],
-)
-def test_wrong_options_of_one_rank(comm, rank, size, options, message):
-    with pytest.raises(InvalidArgumentError, match=message):
-        hpcaccum.jax.average(comm, **(options if rank == size - 1 else {}))
+def test_wrong_options_of_one_rank(comm, rank, size):
+    options = {"on_nonfinite": "ignore"} if rank == size - 1 else {}
+    with pytest.raises(InvalidArgumentError, match="on_nonfinite must be one of"):
+        hpcaccum.jax.average(comm, **options)
 
 
 @pytest.mark.ranks(min=2)
@@ -304,10 +296,170 @@ def test_after_free(comm):
         jax.block_until_ready(update(grads, state))
 
 
-def test_free_before_the_first_update(comm):
-    hpcaccum.jax.average(comm).free()
-
-
 def test_what_is_no_communicator():
     with pytest.raises(TypeError, match="comm must be an MPI intracommunicator"):
         hpcaccum.jax.average(3)
+
+
+# Weights: batches of different length train as one process does
+
+
+LENGTHS = (32, 8, 24, 3)
+STEPS = 3
+
+
+def data(size):
+    """Return the samples of each rank."""
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=(n, 4)).astype(np.float32) for n in LENGTHS[:size]]
+
+
+def gradient(w, x):
+    return jax.grad(lambda w: ((x @ w - 1) ** 2).mean())(w)
+
+
+def of_one_process(size):
+    rule, x = optax.adam(0.1), np.concatenate(data(size))
+    w = jnp.full(4, 0.5)
+    state = rule.init(w)
+    for _ in range(STEPS):
+        updates, state = rule.update(gradient(w, x), state)
+        w = optax.apply_updates(w, updates)
+    return w
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compared", [False, True])
+def test_batches_of_different_length_are_as_one(comm, rank, size, compiled, compared):
+    x, w = data(size)[rank], jnp.full(4, 0.5)
+    average = hpj.average(comm)
+    rule = optax.chain(average, optax.adam(0.1))
+
+    def step(w, state, weight):
+        params = w if compared else None
+        updates, state = rule.update(gradient(w, x), state, params, weight=weight)
+        return optax.apply_updates(w, updates), state
+
+    step, state = jax.jit(step) if compiled else step, rule.init(w)
+    for _ in range(STEPS):
+        w, state = step(w, state, len(x))
+    np.testing.assert_allclose(w, of_one_process(size), 1e-5)
+    average.free()
+
+
+def test_a_server_uses_the_weighted_mean(comm, rank, size):
+    x, w = data(size)[rank], jnp.full(4, 0.5)
+    with hpj.SyncReplicas(optax.adam(0.1), w, size, comm=comm) as opt:
+        for _ in range(STEPS):
+            w, receipt = opt.push(gradient(w, x), weight=len(x))
+            assert receipt
+        np.testing.assert_allclose(w, of_one_process(size), 1e-5)
+
+
+def test_a_weight_multiplies_the_gradient(comm, size):
+    with hpj.DropStale(optax.sgd(1.0), jnp.zeros(2), 10**6, comm=comm) as opt:
+        opt.push(jnp.ones(2), weight=0.25)
+    np.testing.assert_allclose(opt.params, -0.25 * size)
+
+
+@pytest.mark.parametrize("weight", [0, -1.0, float("nan"), None, True, [1.0, 2.0]])
+def test_what_is_no_weight_is_an_error_of_all_ranks(comm, rank, size, weight):
+    average = hpj.average(comm)
+    grads = jnp.ones(2)
+    average.update(grads, average.init(grads))
+    mine = weight if rank == size - 1 else 2.0
+
+    def update():
+        found, _ = average.update(grads, average.init(grads), weight=mine)
+        return jax.block_until_ready(found)
+
+    assert "weight must be a finite number above 0" in str(raised(update))
+    found, _ = average.update(grads, average.init(grads), weight=3)
+    np.testing.assert_array_equal(found, grads)
+    average.free()
+
+
+def test_a_server_refuses_what_is_no_weight(comm):
+    with hpj.SyncReplicas(optax.sgd(1.0), jnp.zeros(2), 1, comm=comm) as opt:
+        error = raised(opt.push, jnp.ones(2), weight=0)
+    assert isinstance(error, hpc.InvalidArgumentError)
+    assert "weight must be a finite" in str(error)
+
+
+# Ranks with several devices, and `jax.vmap`
+
+
+def mesh():
+    return Mesh(np.array(jax.devices()[:2]), ("d",))
+
+
+def sharded(function):
+    return shard_map(function, mesh=mesh(), in_specs=P("d"), out_specs=P("d"))
+
+
+MAPS = {
+    "vmap": jax.vmap,
+    "vmap of jit": lambda function: jax.vmap(jax.jit(function)),
+    "jit of vmap": lambda function: jax.jit(jax.vmap(function)),
+    "vmap of an axis": lambda function: jax.vmap(function, axis_name="i"),
+    "map": lambda function: lambda x: jax.lax.map(function, x, batch_size=2),
+    "pmap": jax.pmap,
+    "pmap of jit": lambda function: jax.pmap(jax.jit(function)),
+    "shard_map": sharded,
+    "jit of shard_map": lambda function: jax.jit(sharded(jax.jit(function))),
+}
+
+
+@pytest.mark.parametrize("mapped", MAPS)
+def test_what_maps_a_function_is_refused(average, comm, mapped):
+    state = average.init(None)
+    functions = [
+        lambda x: average.update(x, state)[0],
+        lambda x: average.update(jnp.ones(3), state, x)[0],
+        lambda x: hpcaccum.jax.mean(x, comm),
+    ]
+
+    for function in functions:
+        with pytest.raises(InvalidArgumentError, match=r"cannot be called inside of"):
+            MAPS[mapped](function)(jnp.ones((2, 3)))
+
+    # Nothing waits.
+    average.update(jnp.ones(3), state)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("kept", [P(), P("d")], ids=["whole", "divided"])
+def test_arrays_on_several_devices(average, rank, size, compiled, kept):
+    rule = optax.chain(average, optax.sgd(0.5))
+    batch = jnp.arange(4.0) * (1 + 2 * rank)
+
+    def step(params, state, x):
+        grads = jax.grad(lambda p: jnp.sum(x) * jnp.sum(p))(params)
+        updates, state = rule.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(step) if compiled else step
+    params = jax.device_put(jnp.ones(4), NamedSharding(mesh(), kept))
+    x = jax.device_put(batch, NamedSharding(mesh(), P("d")))
+    state = rule.init(params)
+    for _ in range(3):
+        params, state = step(params, state, x)
+
+    # The mean of 1, 3, 5, ... is the number of ranks.
+    assert params.sharding.is_equivalent_to(NamedSharding(mesh(), kept), 1) or compiled
+    for shard in params.addressable_shards:
+        same = np.full(4, 1 - 3 * 0.5 * 6 * size, np.float32)[shard.index]
+        np.testing.assert_array_equal(np.asarray(shard.data), same)
+    mean = hpcaccum.jax.mean(x, average._averager._group)
+    np.testing.assert_array_equal(np.asarray(mean), np.arange(4.0) * size)
+    assert mean.sharding == x.sharding
+
+
+def test_arrays_of_another_device(average, rank, size):
+    device = jax.devices()[1]
+    grads = jax.device_put(jnp.full(2, 2.0 * rank), device)
+
+    mean, _ = average.update(grads, average.init(grads), grads * 0)
+
+    assert mean.devices() == {device}
+    np.testing.assert_array_equal(np.asarray(mean), np.full(2, size - 1.0))

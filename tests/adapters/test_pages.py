@@ -46,17 +46,6 @@ def test_a_whole_program_runs_as_printed(name):
     exec(compile(pages.PROGRAMS[name], name, "exec"), {"__name__": "__main__"})
 
 
-def test_there_is_a_program_for_each_subject():
-    assert {*PROGRAMS} == {
-        "Evaluation",
-        "Averages of weights (EMA)",
-        "Half precision",
-        "Compiled functions",
-        "Checkpoints",
-        "Stop and continue",
-    }
-
-
 def test_a_training_continues_with_its_scheduler(rank):
     for number in (1, 2):
         run("Checkpoints")

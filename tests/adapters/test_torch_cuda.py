@@ -15,14 +15,21 @@ import torch
 import hpcaccum as hpc
 import hpcaccum.torch as hpt
 from hpcaccum.device import arrays as device
-from hpcaccum.optimizers.shard_reducer import ShardReducer
 from hpcaccum.torch import tensors
 
 from ..common import every_pair
 from ..mpi.on_device import FEW_RANKS, wants_gpu
 from ..mpi.support import meet
-from ..mpi.training import raised, turns
-from .torch_training import ONE_SIDED, STRATEGIES, SYNCHRONOUS, Model, gradient, groups
+from ..mpi.training import raised
+from .torch_training import (
+    ONE_SIDED,
+    STRATEGIES,
+    Model,
+    dedicated,
+    gradient,
+    groups,
+    train,
+)
 
 pytestmark = FEW_RANKS
 
@@ -67,10 +74,6 @@ class Device:
         else:
             torch.cuda.set_stream(torch.cuda.Stream())
 
-    def stream(self):
-        """Return the address of the current stream of PyTorch."""
-        return torch.cuda.current_stream().cuda_stream
-
 
 # Work on a stream of its own waits for no other, so that a missing wait is found.
 @pytest.fixture(params=["own stream"])
@@ -90,21 +93,6 @@ def there(request, cp, monkeypatch):
         found.use_stream()
     yield found
     cp.cuda.Device().synchronize()
-
-
-def train(opt, model, kind, rank, size, steps):
-    """Make steps, of one rank after the other unless they are synchronous."""
-    for step in steps:
-
-        def act(_, step=step):
-            model.backward(rank, step)
-            opt.step()
-            opt.zero_grad()
-
-        if kind in SYNCHRONOUS:
-            act(0)
-        else:
-            turns(range(size), act)
 
 
 def check_same(found, wanted, exact=True):
@@ -137,66 +125,6 @@ def test_updates_are_those_in_cpu_memory(kind, name, there, comm, rank, size):
     assert counts[0] == counts[1]
 
 
-class Watched:
-    """Notes which stream is the current one in each call of another object."""
-
-    def __init__(self, other, seen, current):
-        self._other, self._seen, self._current = other, seen, current
-
-    def __getattr__(self, name):
-        value = getattr(self._other, name)
-        if not callable(value):
-            return value
-
-        def call(*args, **options):
-            self._seen.setdefault(name, []).append(self._current().ptr)
-            return value(*args, **options)
-
-        return call
-
-
-@pytest.mark.parametrize("kind", ["CrossShard", "DropStale"])
-def test_all_calls_use_the_stream_of_pytorch(kind, there, comm, rank, monkeypatch):
-    seen, adapter, current = {}, getattr(hpt, kind), there.cp.cuda.get_current_stream
-    make = adapter._make
-    monkeypatch.setattr(
-        adapter, "_make", lambda self: Watched(make(self), seen, current)
-    )
-    for name in ("start", "reduce"):
-        call = getattr(ShardReducer, name)
-
-        def noted(*args, name=name, call=call, **options):
-            seen.setdefault(name, []).append(current().ptr)
-            return call(*args, **options)
-
-        monkeypatch.setattr(ShardReducer, name, noted)
-    model = there.model()
-    with STRATEGIES[kind](torch.optim.SGD(groups(model), 1.0), comm) as opt:
-        model.backward(rank, 0)
-        opt.step()
-        opt.center(model.w)
-        meet()
-        opt.load_state_dict(opt.state_dict() if rank == 0 else None)
-        opt.leave()
-    exchange = {"start", "reduce"} if kind == "CrossShard" else {"apply_gradients"}
-    called = {"initialize", "center", "snapshot", "restore", "leave", "free", *exchange}
-    assert {name for name in called if rank == 0 or name != "snapshot"} <= set(seen)
-    assert {pointer for calls in seen.values() for pointer in calls} == {there.stream()}
-
-
-@pytest.mark.parametrize("there", ["null stream"], indirect=True)
-def test_device_memory_is_that_of_one_copy_of_the_gradients(there, comm):
-    model = there.put(torch.nn.Linear(1 << 16, 1, bias=False))
-    pool, nbytes = there.cp.get_default_memory_pool(), model.weight.nbytes
-    used = pool.used_bytes()
-    with hpt.CrossShard(torch.optim.SGD(model.parameters(), 1.0), comm=comm) as opt:
-        model.weight.sum().backward()
-        opt.step()
-        opt.zero_grad()
-        there.cp.cuda.Device().synchronize()
-        assert nbytes <= pool.used_bytes() - used < 2 * nbytes
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("kind", ["CrossShard", "DropStale"])
 def test_dtypes(kind, dtype, there, comm, rank, size):
@@ -224,18 +152,6 @@ def test_means_replace_the_gradients(there, comm, rank, size):
         opt.step()
     for parameter, grad in zip((model.w, model.b), clipped, strict=True):
         np.testing.assert_allclose(parameter.detach().cpu(), -grad.cpu(), 1e-6)
-
-
-@pytest.mark.parametrize("kind", STRATEGIES)
-def test_a_parameter_without_gradient_keeps_its_value(kind, there, comm, rank, size):
-    model = there.model(start=1.0)
-    with STRATEGIES[kind](torch.optim.SGD(groups(model), 1.0), comm) as opt:
-        for step in range(2):
-            model.backward(rank, step, "w")
-            opt.step()
-            opt.zero_grad()
-    assert torch.equal(model.b.cpu(), torch.ones(5))
-    assert model.w.cpu().ne(1).any()
 
 
 @pytest.mark.parametrize("kind", ["CrossShard", "SyncReplicas"])
@@ -358,14 +274,9 @@ def test_a_server_continues_with_the_state_of_an_optimizer(options, there, comm,
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("kind", ONE_SIDED)
 def test_a_dedicated_host_only_serves(kind, there, comm, rank, size):
-    make = {
-        "SyncReplicas": lambda opt, **more: hpt.SyncReplicas(opt, size - 1, **more),
-        "DropStale": lambda opt, **more: hpt.DropStale(opt, 10**6, **more),
-        "AGN": lambda opt, **more: hpt.AGN(opt, 1, **more),
-    }[kind]
     model = there.model(start=rank)
     inner = torch.optim.SGD(groups(model), 1.0)
-    with make(inner, comm=comm, host=0, dedicated=True) as opt:
+    with dedicated(kind, inner, comm, 0) as opt:
         if rank == 0:
             opt.serve()
             assert model.w.isfinite().all()

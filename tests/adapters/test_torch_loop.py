@@ -11,8 +11,8 @@ import hpcaccum.torch as hpt
 from hpcaccum.torch import adapter
 
 from ..mpi.support import meet
-from ..mpi.training import raised, turns
-from .torch_training import STRATEGIES, SYNCHRONOUS, Model, gradient
+from ..mpi.training import raised
+from .torch_training import STRATEGIES, SYNCHRONOUS, Model, by_turns, gradient
 
 
 def sgd(model, rate=1.0):
@@ -79,20 +79,6 @@ def test_a_rate_that_one_rank_changes_is_found(groups, comm, rank, size):
     check_values(model, lambda _, like: np.full(like.shape, -0.5))
 
 
-def test_a_rate_that_is_a_tensor_reaches_the_center(comm, size):
-    model = Model()
-    inner = torch.optim.SGD(model.parameters(), torch.tensor(1.0))
-    with hpt.SyncReplicas(inner, size, comm=comm) as opt:
-        scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
-        for _ in range(2):
-            (model.w.sum() + model.b.sum()).backward()
-            opt.step()
-            meet()
-            scheduler.step()
-            meet()
-    check_values(model, lambda _, like: np.full(like.shape, -1.5))
-
-
 # Gradients
 
 
@@ -139,38 +125,6 @@ def test_micro_batches_are_added_and_exchanged_once(kind, comm, rank, size):
     )
 
 
-@pytest.mark.parametrize("kind", SYNCHRONOUS)
-def test_step_exchanges_what_no_backward_pass_has(kind, comm, rank, size):
-    model = Model()
-    with STRATEGIES[kind](sgd(model), comm) as opt:
-        with opt.no_sync():
-            model.backward(rank, 0)
-        opt.step()
-    ranks = [(each, 0) for each in range(size)]
-    check_values(model, lambda name, like: -mean(name, like, ranks))
-
-
-def test_each_backward_pass_adds_its_mean(comm, rank, size):
-    model = Model()
-    with hpt.CrossShard(sgd(model), comm=comm) as opt:
-        for step in range(2):
-            model.backward(rank, step)
-        opt.step()
-        assert opt.global_step == 1
-    at = [[(each, step) for each in range(size)] for step in range(2)]
-    check_values(model, lambda n, like: -mean(n, like, at[0]) - mean(n, like, at[1]))
-
-
-@pytest.mark.parametrize("kind", ["SyncReplicas", "DropStale"])
-def test_gradients_are_none_after_a_step_with_a_server(kind, comm, rank):
-    model = Model()
-    with STRATEGIES[kind](sgd(model), comm) as opt:
-        for step in range(2):
-            model.backward(rank, step)
-            opt.step()
-            assert model.w.grad is None
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_dtypes(kind, dtype, comm, rank, size):
@@ -184,27 +138,12 @@ def test_dtypes(kind, dtype, comm, rank, size):
                 opt.step()
                 opt.zero_grad()
 
-        if kind in SYNCHRONOUS:
-            act(0)
-        else:
-            turns(range(size), act)
+        by_turns(kind, size, act)
     assert model.w.dtype == dtype
     grads = [gradient("w", model.w, each, 0).double() for each in range(size)]
     expected = -sum(grads) / (size if kind in SYNCHRONOUS else 1)
     found = model.w.detach().double().numpy()
     np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-2)
-
-
-def test_a_closure_computes_the_gradients(comm, rank):
-    model = Model()
-    with hpt.CrossShard(sgd(model), comm=comm) as opt:
-
-        def closure():
-            model.backward(rank, 0)
-            return torch.tensor(3.0)
-
-        assert opt.step(closure).loss == 3
-    assert model.w.ne(0).any()
 
 
 # Buffers
@@ -229,16 +168,6 @@ def test_buffers_of_the_module(kind, mode, comm, rank, size):
         late = (size - 1) / 2 if mode == "average" else 0
         assert torch.allclose(module.running_mean, torch.tensor([1.0, 2.0]) + late)
         assert module.num_batches_tracked == 1
-
-
-def test_parameters_that_are_not_trained_start_with_those_of_rank_0(comm, rank):
-    model = Model(start=rank)
-    with hpt.DropStale(
-        torch.optim.SGD([model.w], 1.0), 0, comm=comm, module=model
-    ) as opt:
-        assert torch.equal(model.b, torch.zeros(5))
-        with pytest.raises(hpc.InvalidArgumentError, match="no such parameter"):
-            opt.center(model.b)
 
 
 # What is not synchronized
@@ -274,7 +203,124 @@ def test_frozen_parameters_and_buffers_are_those_of_rank_0(kind, comm, rank):
     with STRATEGIES[kind](inner, comm, module=model) as opt:
         model(torch.randn(4, 2)).square().sum().backward()
         opt.step()
+        with pytest.raises(hpc.InvalidArgumentError, match="no such parameter"):
+            opt.center(model[0].weight)
     for others in zip(
         *meet([v.numpy() for v in model.state_dict().values()]), strict=True
     ):
         assert all((each == others[0]).all() for each in others)
+
+
+def total(name, like, at):
+    return sum(gradient(name, like, *each).double() for each in at)
+
+
+# Parameters that are trained later
+
+
+def test_a_parameter_that_is_trained_later_is_averaged_in_its_pass(comm, rank, size):
+    model = Model()
+    model.b.requires_grad_(False)
+    with hpt.CrossShard(sgd(model), comm=comm) as opt:
+        model.backward(rank, 0, "w")
+        model.b.requires_grad_(True)
+        for step in range(2):
+            model.backward(rank, step, "b")
+            found = model.b.grad * size
+            at = [(each, s) for each in range(size) for s in range(step + 1)]
+            assert torch.allclose(found.double(), total("b", model.b, at))
+        opt.step()
+    at = {"w": [(each, 0) for each in range(size)], "b": at}
+    check_values(model, lambda name, like: -total(name, like, at[name]) / size)
+
+
+# Hooks of the user
+
+
+@pytest.mark.parametrize("kind", SYNCHRONOUS)
+def test_a_hook_that_is_added_later_may_change_gradients(kind, comm, rank, size):
+    """Also if the exchange of large gradients begins before the pass has ended."""
+
+    def hook(parameter):
+        parameter.grad.mul_(0.5)
+
+    model = torch.nn.ParameterList(torch.zeros(200_000) for _ in range(2))
+    with STRATEGIES[kind](sgd(model), comm) as opt:
+        for parameter in model:
+            parameter.register_post_accumulate_grad_hook(hook)
+        for _ in range(2):
+            sum(parameter.sum() for parameter in model).backward()
+            # No rank is late.
+            meet()
+            opt.step()
+            opt.zero_grad()
+    assert all(parameter.eq(-1).all() for parameter in model)
+
+
+# Gradients of gradients
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("kind", SYNCHRONOUS)
+def test_a_loss_may_have_gradients_of_an_earlier_pass(kind, comm, rank, size):
+    model, plain = (torch.nn.ParameterList([torch.ones(3)]) for _ in range(2))
+
+    def loss(model, rank):
+        return (model[0] ** 3).sum() * (rank + 1)
+
+    with STRATEGIES[kind](sgd(model), comm) as opt:
+        loss(model, rank).backward(create_graph=True)
+        model[0].grad.sum().backward()
+        opt.step()
+    (sum(loss(plain, each) for each in range(size)) / size).backward(create_graph=True)
+    plain[0].grad.sum().backward()
+    torch.testing.assert_close(model[0], plain[0] - plain[0].grad)
+
+
+# Passes that fail
+
+
+class Failing(torch.autograd.Function):
+    """The identity; its gradient is an error."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError
+
+
+def fail(model):
+    """Begin a backward pass that ends after the gradient of w."""
+    with pytest.raises(ArithmeticError):
+        (Failing.apply(model.b.sum()) + (model.w * 5).sum()).backward()
+    assert model.w.grad.eq(5).all()
+    assert model.b.grad is None
+
+
+@pytest.mark.parametrize("fails", ["one rank", "all ranks"])
+@pytest.mark.parametrize("then", ["backward", "no_sync", "other", "step"])
+@pytest.mark.parametrize("kind", SYNCHRONOUS)
+def test_the_pass_after_one_that_failed(kind, then, fails, comm, rank, size):
+    model = Model()
+    names = "b" if then == "other" else "wb"
+    with STRATEGIES[kind](sgd(model), comm) as opt:
+        if fails == "all ranks" or rank == size - 1:
+            fail(model)
+        model.zero_grad() if rank % 2 else opt.zero_grad()
+        if then == "step":
+            for name, each in model.named_parameters():
+                each.grad = gradient(name, each, rank, 0)
+        elif then == "no_sync":
+            with opt.no_sync():
+                model.backward(rank, 0)
+        else:
+            model.backward(rank, 0, names)
+        opt.step()
+        opt.zero_grad()
+        model.backward(rank, 1, names)
+        opt.step()
+    at = [(each, step) for each in range(size) for step in range(2)]
+    check_values(model, lambda n, p: -total(n, p, at) / size * (n in names))

@@ -1,4 +1,4 @@
-"""Gradients of PyTorch that are not finite, in each strategy."""
+"""Gradients of PyTorch that are not finite, in each strategy, and scaled losses."""
 
 from __future__ import annotations
 
@@ -6,10 +6,19 @@ import pytest
 import torch
 
 import hpcaccum as hpc
+import hpcaccum.torch as hpt
 
 from ..mpi.support import meet
-from ..mpi.training import raised
-from .torch_training import ONE_SIDED, STRATEGIES, Model, Plain, groups
+from ..mpi.training import raised, turns
+from .torch_training import (
+    ONE_SIDED,
+    STRATEGIES,
+    SYNCHRONOUS,
+    Model,
+    Plain,
+    gradient,
+    groups,
+)
 
 LAST = torch.tensor([4])
 
@@ -177,11 +186,83 @@ def test_a_bad_choice_is_refused_on_every_rank(kind, comm, rank, size):
     error = raised(STRATEGIES[kind], adamw(groups(model)), comm, on_nonfinite=choice)
     assert isinstance(error, hpc.InvalidArgumentError)
     assert "on_nonfinite must be one of ('accept', 'drop', 'raise')" in str(error)
+    error = raised(STRATEGIES[kind], adamw(groups(model)), comm, on_nonfinit="drop")
+    assert isinstance(error, TypeError)
+    assert "on_nonfinit" in str(error)
     assert model.w.eq(rank).all()
 
 
-@pytest.mark.parametrize("kind", STRATEGIES)
-def test_a_misspelt_option_is_an_error(kind, comm):
-    error = raised(STRATEGIES[kind], adamw(groups(Model())), comm, on_nonfinit="drop")
-    assert isinstance(error, TypeError)
-    assert "on_nonfinit" in str(error)
+# Scaled losses
+
+
+def sgd(params):
+    return torch.optim.SGD(params, 0.5)
+
+
+def backward_scaled(scaler, model, rank, step, factor=1.0):
+    loss = sum(
+        (parameter * gradient(name, parameter, rank, step)).sum()
+        for name, parameter in model.named_parameters()
+    )
+    scaler.scale(loss * factor).backward()
+
+
+@pytest.mark.parametrize("kind", SYNCHRONOUS)
+@pytest.mark.parametrize("clips", [False, True])
+def test_updates_are_those_of_unscaled_gradients(kind, clips, comm, rank, size):
+    model, plain = Model(), Plain(sgd, Model())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    with STRATEGIES[kind](sgd(groups(model)), comm) as opt:
+        for step in range(3):
+            backward_scaled(scaler, model, rank, step)
+            if clips:
+                scaler.unscale_(opt)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+            assert scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+            plain.update([(each, step) for each in range(size)])
+    plain.check(model.values())
+    assert scaler.get_scale() == 2048
+    assert opt.global_step == 3
+
+
+def test_all_ranks_skip_a_step_if_the_mean_is_not_finite(comm, rank, size):
+    model, plain = Model(), Plain(sgd, Model())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with hpt.CrossShard(sgd(groups(model)), comm=comm) as opt:
+        for step in range(3):
+            bad = step == 1 and rank == size - 1
+            backward_scaled(scaler, model, rank, step, float("inf") if bad else 1.0)
+            receipt = scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+            assert bool(receipt) == (step != 1)
+            if step != 1:
+                plain.update([(each, step) for each in range(size)])
+    plain.check(model.values())
+    assert scaler.get_scale() == 512
+    assert opt.global_step == 2
+
+
+def test_a_rank_skips_a_gradient_of_its_own_that_is_not_finite(comm, rank, size):
+    model, plain = Model(), Plain(sgd, Model())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def act(turn):
+        bad = (rank, turn) == (0, 0)
+        backward_scaled(scaler, model, rank, turn, float("inf") if bad else 1.0)
+        receipt = scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        return bool(receipt)
+
+    order = [*range(size), *range(size)]
+    with hpt.DropStale(sgd(groups(model)), 10**6, comm=comm) as opt:
+        accepted = turns(order, act)
+    assert accepted == [False] + [True] * (2 * size - 1)
+    for turn, each in enumerate(order):
+        if turn:
+            plain.update([(each, turn)])
+    plain.check(model.values())
+    assert opt.global_step == 2 * size - 1

@@ -16,8 +16,17 @@ import hpcaccum as hpc
 import hpcaccum.torch as hpt
 
 from ..mpi.support import meet
-from ..mpi.training import raised, turns
-from .torch_training import ONE_SIDED, STRATEGIES, Model, groups
+from ..mpi.training import raised
+from .torch_training import (
+    ONE_SIDED,
+    STRATEGIES,
+    SYNCHRONOUS,
+    Model,
+    Plain,
+    by_turns,
+    dedicated,
+    groups,
+)
 
 
 def sgd(model):
@@ -58,17 +67,6 @@ def data_in_place(model):
     model.w.data = model.w.data.clone().fill_(2.0)
 
 
-def swap(model):
-    averages = torch.optim.swa_utils.AveragedModel(model)
-    for average, parameter in zip(
-        averages.module.parameters(), model.parameters(), strict=True
-    ):
-        kept = parameter.detach().clone()
-        with torch.no_grad():
-            parameter.copy_(average)
-            average.copy_(kept)
-
-
 def step_alone(model):
     model.w.grad = torch.ones_like(model.w)
     torch.optim.SGD([model.w], 1.0).step()
@@ -81,7 +79,6 @@ CHANGES = {
     "data": data,
     "data in place": data_in_place,
     "init": lambda model: torch.nn.init.normal_(model.w),
-    "swap": swap,
     "optimizer": step_alone,
 }
 
@@ -142,27 +139,6 @@ def test_values_that_all_ranks_set_alike_stay_with_crossshard(comm, rank):
         assert (model.values()["w"] == 0).all()
 
 
-def closure_of(model, rank, changes):
-    def closure():
-        model.backward(rank, 0)
-        if changes:
-            clamp(model)
-            model.w.data.add_(0)
-        return 1.5
-
-    return closure
-
-
-@pytest.mark.parametrize("kind", ONE_SIDED)
-def test_changes_in_a_closure(kind, comm, rank):
-    model = Model()
-    with STRATEGIES[kind](sgd(model), comm) as opt:
-        assert opt.step(closure_of(model, rank, changes=False)).loss == 1.5
-        error = raised(opt.step, closure_of(model, rank, changes=True))
-        assert "has changed the values" in str(error)
-        opt.assign()
-
-
 class Parametrized(torch.nn.Module):
     """Layers whose weights are computed, with buffers, and an RNN."""
 
@@ -210,29 +186,11 @@ def test_what_pytorch_itself_does_is_no_change(kind, comm, rank, tmp_path):
                 opt.state_dict()
 
 
-@pytest.mark.parametrize("kind", ONE_SIDED)
-def test_a_state_that_is_loaded_is_no_change(kind, comm, rank):
-    model = Model()
-    with STRATEGIES[kind](sgd(model), comm) as opt:
-        train(opt, model, rank, 2)
-        meet()
-        state = opt.state_dict() if rank == 0 else None
-        meet()
-        clamp(model)
-        opt.load_state_dict(state)
-        train(opt, model, rank, 2)
-
-
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("kind", ONE_SIDED)
 def test_a_dedicated_server_gets_values_while_it_serves(kind, comm, rank, size):
     model = Model()
-    options = {"dedicated": True}
-    if kind == "SyncReplicas":
-        opt = hpt.SyncReplicas(sgd(model), size - 1, comm=comm, **options)
-    else:
-        opt = STRATEGIES[kind](sgd(model), comm, **options)
-    with opt:
+    with dedicated(kind, sgd(model), comm, 0) as opt:
         if rank == 0:
             opt.serve()
         else:
@@ -316,32 +274,23 @@ def test_a_parameter_of_two_adapters_is_an_error(kind, other, comm, rank, size):
 )
 def test_two_adapters_train_a_model(first, second, comm, rank, size):
     """Each has parameters of its own, and a loss of both, as a GAN has."""
-    model = Model()
+    model, plain = Model(), Model()
     one = STRATEGIES[first](torch.optim.SGD([model.w], 0.5), comm)
     two = STRATEGIES[second](torch.optim.SGD([model.b], 0.25), comm)
-    each = {"AGN": 2}
-
-    def act(opt, name):
-        model.backward(0, 0, name)
-        opt.step()
-        opt.zero_grad()
-
     for opt, kind, name in ((one, first, "w"), (two, second, "b")) * 2:
-        if kind in ("CrossShard", "SyncReplicas"):
-            act(opt, name)
-        else:
-            turns(
-                range(size),
-                lambda _, o=opt, k=kind, n=name: [
-                    act(o, n) for _ in range(each.get(k, 1))
-                ],
-            )
+
+        def act(_, opt=opt, kind=kind, name=name):
+            for _ in range(1 + (kind == "AGN")):
+                model.backward(0, 0, name)
+                opt.step()
+                opt.zero_grad()
+
+        by_turns(kind, size, act)
     one.free()
     two.free()
-    plain = Model()
     plain.backward(0, 0)
     for kind, name, rate in ((first, "w", 0.5), (second, "b", 0.25)):
-        number = 2 * (1 if kind in ("CrossShard", "SyncReplicas") else size)
+        number = 2 * (1 if kind in SYNCHRONOUS else size)
         expected = -number * rate * getattr(plain, name).grad.numpy()
         np.testing.assert_allclose(model.values()[name], expected, 1e-5)
 
@@ -352,14 +301,14 @@ def test_two_adapters_train_a_model(first, second, comm, rank, size):
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_step_hooks(kind, before, comm, rank):
-    model, calls = Model(), []
+    model, calls, everything = Model(), [], []
     inner = sgd(model)
 
     def add(optimizer, name):
         def call(which):
             def hook(given, args, kwargs):
                 assert given is optimizer
-                calls.append((name, which, given.param_groups[0]["lr"]))
+                calls.append((name, which))
 
             return hook
 
@@ -372,15 +321,19 @@ def test_step_hooks(kind, before, comm, rank):
     if not before:
         add(inner, "inner")
     add(opt, "adapter")
-    train(opt, model, rank, 2)
-    opt.free()
-    order = [
-        ("adapter", "pre"),
-        ("inner", "pre"),
-        ("inner", "post"),
-        ("adapter", "post"),
+    handles = [
+        register_optimizer_step_pre_hook(lambda o, *_: everything.append(o)),
+        register_optimizer_step_post_hook(lambda o, *_: everything.append(o)),
     ]
-    assert [each[:2] for each in calls] == 2 * order
+    train(opt, model, rank, 2)
+    for handle in handles:
+        handle.remove()
+    opt.free()
+    order = [("adapter", "pre"), ("inner", "pre"), ("inner", "post")]
+    assert calls == 2 * [*order, ("adapter", "post")]
+    # On the host of a server, those of the copy that updates the center, too.
+    seen = [each for each in everything if each in (opt, inner)]
+    assert seen == 2 * [opt, inner, inner, opt]
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
@@ -415,23 +368,6 @@ def test_a_hook_that_changes_values_is_found_at_the_next_step(kind, comm, rank):
         handle.remove()
         opt.assign()
         opt.free()
-
-
-@pytest.mark.parametrize("kind", STRATEGIES)
-def test_global_hooks_see_the_adapter_and_its_optimizer(kind, comm, rank):
-    model, calls = Model(), []
-    inner = sgd(model)
-    opt = STRATEGIES[kind](inner, comm)
-    handles = [
-        register_optimizer_step_pre_hook(lambda o, *_: calls.append(o)),
-        register_optimizer_step_post_hook(lambda o, *_: calls.append(o)),
-    ]
-    train(opt, model, rank)
-    for handle in handles:
-        handle.remove()
-    opt.free()
-    # On the host of a server, those of the copy that updates the center, too.
-    assert [o for o in calls if o in (opt, inner)] == [opt, inner, inner, opt]
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)
@@ -479,18 +415,160 @@ def test_hooks_of_states(kind, comm, rank):
     assert calls == (load if rank == 0 else []) + loaded
     if rank == 0:
         assert state.keys() == kept.keys()
-    opt.free()
-
-
-@pytest.mark.parametrize("kind", STRATEGIES)
-def test_a_hook_of_a_state_that_fails_does_so_on_all_ranks(kind, comm, rank):
-    opt = STRATEGIES[kind](sgd(Model()), comm)
-    state = opt.state_dict() if rank == 0 else None
 
     def fail(*_):
         raise hpc.InvalidArgumentError("not this one")
 
-    handle = opt.register_load_state_dict_pre_hook(fail)
+    opt.register_load_state_dict_pre_hook(fail)
     assert "not this one" in str(raised(opt.load_state_dict, state))
-    handle.remove()
     opt.free()
+
+
+# Memory, names and state that it changes
+
+
+def assign(model):
+    for parameter in model.parameters():
+        own, parameter.data = parameter.data, torch.zeros_like(parameter)
+        parameter.data = own.clone()
+
+
+def as_vector(model):
+    parameters = list(model.parameters())
+    flat = torch.nn.utils.parameters_to_vector(parameters).detach().clone()
+    torch.nn.utils.vector_to_parameters(flat, parameters)
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_modules_of_two_groups_may_have_the_same_names(kind, comm, rank):
+    torch.manual_seed(rank)
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    inner = torch.optim.SGD(
+        [{"params": each.named_parameters()} for each in (first, second)], 0.1
+    )
+    before = [each.detach().clone() for each in (*first.parameters(),)]
+    with STRATEGIES[kind](inner, comm) as opt:
+        for _ in range(2):
+            second(first(torch.ones(1, 2))).sum().backward()
+            opt.step()
+            opt.zero_grad()
+    values = [each.detach().numpy() for each in (*first.parameters(),)]
+
+    if rank == 0:
+        pairs = zip(before, values, strict=True)
+        assert all((a.numpy() != b).any() for a, b in pairs)
+    for others in zip(*meet(values), strict=True):
+        assert all((each == others[0]).all() for each in others)
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_values_in_other_memory_are_assigned(kind, comm, rank):
+    model = Model()
+    with STRATEGIES[kind](sgd(model), comm) as opt:
+        model.w.data = torch.full_like(model.w, rank + 2.0)
+        opt.assign()
+        assert (model.values()["w"] == 2).all()
+        assert (opt.center(model.w) == 2).all()
+
+
+@pytest.mark.parametrize("replace", [assign, as_vector])
+@pytest.mark.parametrize("kind", SYNCHRONOUS)
+def test_memory_of_parameters_may_be_replaced(kind, replace, comm, rank, size):
+    model = Model(start=1.0)
+    plain = Plain(lambda given: torch.optim.SGD(given, 0.25), model)
+    with STRATEGIES[kind](sgd(model), comm) as opt:
+        for step in range(4):
+            if step == 2:
+                replace(model)
+            model.backward(rank, step)
+            opt.step()
+            opt.zero_grad()
+            plain.update([(r, step) for r in range(size)])
+        if rank == 0:
+            replace(model)
+            saved = {n: t.numpy() for n, t in opt.state_dict()["parameters"].items()}
+            saved = dict(zip(("w", "b"), saved.values(), strict=True))
+            plain.check(saved)
+        meet()
+
+    plain.check(model.values())
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_a_model_that_is_converted_later_is_an_error(kind, comm):
+    model = Model()
+    opt = STRATEGIES[kind](sgd(model), comm)
+    kept = {name: each.data for name, each in model.named_parameters()}
+    model.to(torch.bfloat16)
+    error = raised(opt.step)
+    assert type(error) is hpc.InvalidArgumentError
+    assert "has been replaced: it was torch.float32 of (3, 4) on cpu" in str(error)
+    assert "is torch.bfloat16 of (3, 4)" in str(error)
+    for name, parameter in model.named_parameters():
+        parameter.data = kept[name]
+    opt.free()
+
+
+def test_a_model_may_be_converted_at_the_end_if_its_rank_has_the_parameters(comm, rank):
+    model = Model()
+    with hpt.CrossShard(sgd(model), comm=comm) as opt:
+        model.backward(rank, 0)
+        opt.step()
+        expected = model.values()
+        model.to(torch.bfloat16)
+
+    for name, value in model.values().items():
+        np.testing.assert_allclose(value, expected[name], 1e-2)
+
+
+class Averages(torch.nn.Module):
+    """A module that assigns its buffer in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(1))
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x):
+        self.mean = self.mean + x
+        return self.w * x
+
+
+@pytest.mark.parametrize("mode", ["average", "broadcast"])
+def test_buffers_that_a_module_assigns_are_synchronized(mode, comm, rank, size):
+    module = Averages()
+    inner = torch.optim.SGD(module.parameters(), 0.1)
+    with hpt.CrossShard(inner, module=module, buffers=mode, comm=comm) as opt:
+        for _ in range(2):
+            module(torch.full((1,), float(rank))).backward()
+            opt.step()
+            opt.zero_grad()
+            opt.sync_buffers()
+
+    expected = 0 if mode == "broadcast" else 2 * np.mean(np.arange(size))
+    np.testing.assert_allclose(module.mean.numpy(), [expected])
+
+
+@pytest.mark.ranks(min=2)
+def test_buffers_that_differ_later_are_an_error(comm, rank):
+    module = Averages()
+    inner = torch.optim.SGD(module.parameters(), 0.1)
+    opt = hpt.CrossShard(inner, module=module, comm=comm)
+    module.mean = torch.zeros(1 + (rank == 1))
+    assert type(raised(opt.sync_buffers)) is hpc.DisagreementError
+    module.mean = torch.zeros(1)
+    opt.free()
+
+
+@pytest.mark.ranks(min=2)
+def test_state_that_one_rank_has_loaded_is_an_error(comm, rank):
+    model = Model()
+    inner = torch.optim.Adam(groups(model), 0.1)
+    if rank == 0:
+        model.backward(0, 0)
+        inner.step()
+    error = raised(hpt.CrossShard, inner, comm=comm)
+
+    assert type(error) is hpc.DisagreementError
+    text = "state of the optimizer (load it on all ranks) must be the same on all"
+    assert text in str(error)

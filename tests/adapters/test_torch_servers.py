@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-import hpcaccum as hpc
 import hpcaccum.torch as hpt
 
 from ..mpi.on_nodes import group_on_nodes  # noqa: F401
 from ..mpi.support import meet
-from ..mpi.training import raised, turns
-from .torch_training import ONE_SIDED, STRATEGIES, Model, Plain, groups
+from .torch_training import ONE_SIDED, STRATEGIES, Model, groups
 
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
@@ -105,25 +103,6 @@ def test_a_state_continues_on_other_servers(name, group, several):
     assert torch.equal(model.b, other.b)
 
 
-def test_state_that_the_optimizer_had_before(group):
-    def make(params):
-        return torch.optim.SGD(params, 0.1, momentum=0.9)
-
-    model = Model()
-    plain, inner = Plain(make, model), make(groups(model))
-    model.backward(0, 7)
-    inner.step()
-    inner.zero_grad()
-    plain.update([(0, 7)])
-    opt = hpt.SyncReplicas(inner, group.size, comm=group, servers=leaders(group))
-    model.backward(group.rank, 0)
-    opt.step()
-    opt.free()
-
-    plain.update([(each, 0) for each in range(group.size)])
-    plain.check(model.values())
-
-
 @pytest.mark.parametrize("kind", [float, torch.tensor])
 def test_a_scheduler_of_the_host_sets_the_rate_of_all_servers(kind, group):
     servers, model, rate = leaders(group), Model(), kind(1.0)
@@ -143,73 +122,6 @@ def test_a_scheduler_of_the_host_sets_the_rate_of_all_servers(kind, group):
 
     assert model.w.eq(-1.75).all()
     assert model.b.eq(-7).all()
-
-
-@pytest.mark.parametrize("kind", ["DropStale", "AGN"])
-def test_each_push_is_an_update_on_all_servers(kind, group):
-    make, order = OPTIMIZERS["AdamW"], [*range(group.size), 0]
-    passes = 2 if kind == "AGN" else 1
-    model, plain = Model(), Plain(make, Model())
-
-    def act(turn):
-        for step in range(passes):
-            model.backward(group.rank, turn * passes + step)
-            opt.step()
-            opt.zero_grad()
-
-    opt = STRATEGIES[kind](make(groups(model)), group, servers=leaders(group))
-    turns(order, act)
-    for turn, each in enumerate(order):
-        plain.update([(each, turn * passes + step) for step in range(passes)])
-    center = opt.center([model.w, model.b])
-    plain.check({"w": center[0].numpy(), "b": center[1].numpy()})
-    opt.free()
-    plain.check(model.values())
-
-
-@pytest.mark.ranks(min=3)
-def test_dedicated_servers_only_serve(group):
-    servers = leaders(group)
-    if len(servers) == group.size:
-        servers = servers[:-1]
-    model = Model()
-    inner = torch.optim.SGD(model.parameters(), 1.0)
-    opt = hpt.SyncReplicas(
-        inner,
-        group.size - len(servers),
-        comm=group,
-        servers=servers,
-        dedicated=True,
-    )
-    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
-    if group.rank in servers:
-        opt.serve(lambda _: scheduler.step())
-    else:
-        for _ in range(2):
-            (model.w.sum() + model.b.sum()).backward()
-            opt.step()
-    opt.free()
-    assert opt.global_step == 2
-    assert model.w.eq(-1.5).all()
-    assert model.b.eq(-1.5).all()
-
-
-@pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("kind", ONE_SIDED)
-def test_wrong_servers_are_refused_on_every_rank(kind, comm, rank):
-    model = Model(start=rank)
-
-    def refused(servers):
-        inner = torch.optim.SGD(model.parameters(), 1.0)
-        error = raised(STRATEGIES[kind], inner, comm, servers=servers)
-        assert model.w.eq(rank).all()
-        assert isinstance(error, hpc.InvalidArgumentError)
-        return str(error)
-
-    assert "servers must be a rank of the communicator" in refused([0, comm.size])
-    assert "'auto', a rank or several ranks" in refused("each")
-    if hpc.group_of(comm).single_node:
-        assert "servers must be on different nodes" in refused([0, 1])
 
 
 @pytest.mark.parametrize("kind", ONE_SIDED)

@@ -1,4 +1,4 @@
-"""Sparse gradients of PyTorch, of which rows are exchanged, against plain PyTorch."""
+"""Sparse gradients of PyTorch, of which rows travel, against plain PyTorch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ import torch
 
 import hpcaccum as hpc
 import hpcaccum.torch as hpt
+from hpcaccum.torch.rule import TorchRule
 
 from ..mpi.on_nodes import group_on_nodes  # noqa: F401
-from ..mpi.training import raised
+from ..mpi.support import meet
+from ..mpi.training import (
+    copies_fixture,  # noqa: F401
+    raised,
+    turns,
+)
 from .torch_rows import (
     OPTIMIZERS,
     ROWS,
@@ -23,42 +29,288 @@ from .torch_rows import (
     mean_of,
     sparse_mean,
     table,
+    words,
 )
+from .torch_training import STRATEGIES, SYNCHRONOUS, by_turns
 
-# Of sparse tensors that PyTorch's own optimizers make.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+
+# Those that send each gradient.
+KINDS = ["SyncReplicas", "DropStale"]
+INVALID = hpc.InvalidArgumentError
+
+
+def held(kind, name, module, comm, **options):
+    inner = OPTIMIZERS[name](module.parameters())
+    return STRATEGIES[kind](inner, comm, sparse=[module.weight], **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_updates_are_those_of_plain_pytorch(name, dtype, comm, rank, size):
-    module, make = table(rank, dtype), OPTIMIZERS[name]
+@pytest.mark.parametrize("kind", ["CrossShard", *KINDS])
+def test_updates_are_those_of_plain_pytorch(kind, name, dtype, comm, rank, size):
     if dtype == torch.bfloat16 and name != "SGD":
         pytest.skip("PyTorch has no such update of rows in half precision")
-    plain = table(0, dtype)
-    optimizer = make(plain.parameters())
-
-    with hpt.CrossShard(
-        make(module.parameters()), comm=comm, sparse=module.parameters()
-    ) as opt:
+    module, plain = table(rank, dtype), table(0, dtype)
+    optimizer = OPTIMIZERS[name](plain.parameters())
+    close = {"rtol": 1e-2 if dtype == torch.bfloat16 else 1e-6, "atol": 1e-6}
+    options = {} if kind == "CrossShard" else {"capacity": 7}
+    with held(kind, name, module, comm, **options) as opt:
         for step in range(3):
-            backward(module, rank, step)
-            grad, expected = module.weight.grad, sparse_mean(range(size), step, dtype)
-            assert grad.is_coalesced()
-            assert grad.dtype == dtype
-            assert torch.equal(grad.indices(), expected.indices())
-            close = {"rtol": 1e-2 if dtype == torch.bfloat16 else 1e-6, "atol": 1e-6}
-            torch.testing.assert_close(grad.values(), expected.values(), **close)
-            check_same(grad.values())
-            assert opt.step()
-            opt.zero_grad()
-            plain.weight.grad = expected
-            optimizer.step()
-            check_same(module.weight)
-            torch.testing.assert_close(module.weight, plain.weight, **close)
+
+            def act(_, step=step):
+                backward(module, rank, step)
+                if kind == "CrossShard":
+                    check_mean(
+                        module.weight.grad, sparse_mean(range(size), step, dtype)
+                    )
+                receipt = opt.step()
+                assert (module.weight.grad is None) == (kind != "CrossShard")
+                opt.zero_grad()
+                return bool(receipt)
+
+            assert all(by_turns(kind, size, act))
+            everyone = range(size)
+            for ranks in zip(everyone) if kind == "DropStale" else [everyone]:
+                plain.weight.grad = sparse_mean(ranks, step, dtype)
+                optimizer.step()
+            meet()
         assert opt.statistics().accepted == (3,) * size
+        center = opt.center(module.weight)
+        state = opt.state_dict()["state"] if rank == 0 else None
+    torch.testing.assert_close(module.weight, plain.weight, **close)
+    assert torch.equal(center, module.weight)
+    check_same(module.weight)
     # No rank has the last rows.
     assert torch.equal(module.weight[-2:], table(0, dtype).weight[-2:])
+    if rank == 0 and name != "SGD":
+        for part, expected in optimizer.state[plain.weight].items():
+            torch.testing.assert_close(state[0][part], expected, rtol=1e-6, atol=1e-6)
+
+
+def check_mean(grad, expected):
+    assert grad.is_coalesced()
+    assert grad.dtype == expected.dtype
+    assert torch.equal(grad.indices(), expected.indices())
+    close = {"rtol": 1e-2 if grad.dtype == torch.bfloat16 else 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(grad.values(), expected.values(), **close)
+    check_same(grad.values())
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "SparseAdam"])
+@pytest.mark.parametrize("kind", ["CrossShard", *KINDS])
+def test_training_continues_with_the_same_bits(kind, name, comm, rank, size, tmp_path):
+    module, other = table(), table()
+
+    def train(opt, module, steps):
+        for step in steps:
+
+            def act(_, step=step):
+                backward(module, rank, step)
+                opt.step()
+                opt.zero_grad()
+
+            by_turns(kind, size, act)
+        meet()
+
+    with held(kind, name, module, comm) as opt:
+        train(opt, module, range(2))
+        if rank == 0:
+            torch.save(opt.state_dict(), tmp_path / "state.pt")
+            state = torch.load(tmp_path / "state.pt")
+            # Plain PyTorch loads it, too.
+            OPTIMIZERS[name](table().parameters()).load_state_dict(state)
+        meet()
+        train(opt, module, range(2, 4))
+    with held(kind, name, other, comm) as opt:
+        train(opt, other, range(1))
+        opt.load_state_dict(state if rank == 0 else None)
+        train(opt, other, range(2, 4))
+    assert torch.equal(module.weight, other.weight)
+
+
+# AGN
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_agn_makes_local_steps_and_pushes_their_mean(name, comm, rank, size):
+    order, module = [*range(size), *range(size)], table(rank)
+    center, locals_ = plain(name), [plain(name) for _ in range(size)]
+
+    def act(turn):
+        sent = []
+        for step in (2 * turn, 2 * turn + 1):
+            backward(module, rank, step)
+            sent.append(opt.step().sent)
+            opt.zero_grad()
+        return sent, module.weight.detach().clone()
+
+    with held("AGN", name, module, comm, capacity=7) as opt:
+        results = turns(order, act)
+    for turn, each in enumerate(order):
+        local, local_optimizer = locals_[each]
+        mean = torch.zeros(ROWS, WIDTH)
+        for step in (2 * turn, 2 * turn + 1):
+            local.weight.grad = sparse_mean([each], step)
+            mean += local.weight.grad.to_dense() / 2
+            local_optimizer.step()
+        seen = torch.cat([words(each, 2 * turn), words(each, 2 * turn + 1)]).unique()
+        module_, optimizer = center
+        module_.weight.grad = torch.sparse_coo_tensor(
+            seen[None], mean[seen], mean.shape
+        )
+        optimizer.step()
+        local.load_state_dict(module_.state_dict())
+        sent, found = results[turn]
+        assert sent == [False, True]
+        torch.testing.assert_close(found, module_.weight.detach())
+    torch.testing.assert_close(module.weight, center[0].weight)
+    check_same(module.weight)
+
+
+def plain(name):
+    """Return a table, and an optimizer of PyTorch for it."""
+    module = table()
+    return module, OPTIMIZERS[name](module.parameters())
+
+
+def test_agn_does_not_change_other_rows_later(comm, rank):
+    module = table()
+    with held("AGN", "SGD", module, comm) as opt:
+        backward(module, rank, 0)
+        opt.step()
+        opt.param_groups[0]["momentum"] = 0.5
+        before = module.weight.detach().clone()
+        with pytest.raises(INVALID, match="sparse gradients on a server need"):
+            opt.step()
+        assert torch.equal(module.weight, before)
+        opt.param_groups[0]["momentum"] = 0
+
+
+# Errors
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_array_is_an_error_on_its_rank(kind, comm, rank):
+    module = table()
+    with held(kind, "SGD", module, comm) as opt:
+        (module.weight * 2).sum().backward()
+        with pytest.raises(INVALID, match="which is in sparse=, must be a sparse"):
+            opt.step()
+        opt.zero_grad()
+        backward(module, rank, 0)
+        assert opt.step() or kind == "DropStale"
+
+
+WRONG = {
+    "zero": ({"capacity": 0}, INVALID, "capacity must be at least 1"),
+    "float": ({"capacity": 1.5}, TypeError, "capacity must be an integer"),
+    "alone": ({"capacity": 1, "sparse": []}, INVALID, "capacity needs parameters in"),
+    "tensor": ({"sparse": torch.zeros(2)}, TypeError, "sparse must be a list of"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_options_of_one_rank(case, comm, rank, size):
+    wrong, error, text = WRONG[case]
+    module = table(rank)
+    options = {"sparse": [module.weight], **(wrong if rank == size - 1 else {})}
+    inner = torch.optim.SGD(module.parameters(), 1.0)
+    found = raised(STRATEGIES["DropStale"], inner, comm, **options)
+    assert isinstance(found, error)
+    assert text in str(found)
+    assert torch.equal(module.weight, table(rank).weight)
+
+
+class Sub(torch.optim.SGD):
+    """May do anything."""
+
+
+REFUSED = {
+    "momentum": (lambda p: torch.optim.SGD(p, 1.0, momentum=0.5), "SGD with moment"),
+    "decay": (lambda p: torch.optim.SGD(p, 1.0, weight_decay=0.5), "with weight_dec"),
+    "fused": (lambda p: torch.optim.SGD(p, 1.0, fused=True), "SGD with fused=True"),
+    "Adagrad": (
+        lambda p: torch.optim.Adagrad(p, 1.0, weight_decay=0.5),
+        "not Adagrad with weight_decay=0.5",
+    ),
+    "Adam": (lambda p: torch.optim.Adam(p, 1.0), "not Adam; make"),
+    "RMSprop": (lambda p: torch.optim.RMSprop(p, 1.0), "not RMSprop; make"),
+    "subclass": (lambda p: Sub(p, 1.0), "not Sub; make"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_optimizers_that_may_change_other_rows(case, comm, rank):
+    make, text = REFUSED[case]
+    module = table(rank)
+    inner = make(module.parameters())
+    found = raised(STRATEGIES["DropStale"], inner, comm, sparse=[module.weight])
+    assert isinstance(found, INVALID)
+    assert "sparse=True of 'parameter 0' needs SparseAdam, SGD without" in str(found)
+    assert text in str(found)
+    assert torch.equal(module.weight, table(rank).weight)
+
+
+@pytest.mark.parametrize("kind", SYNCHRONOUS)
+def test_other_groups_are_dense_and_may_have_momentum(kind, comm, rank, size):
+    net = Net()
+    plain = copy.deepcopy(net)
+
+    def sgd(net):
+        last = {"params": net.last.parameters(), "momentum": 0.5}
+        return torch.optim.SGD([{"params": [net.bag.weight]}, last], 0.5)
+
+    inner, options = sgd(plain), {"module": net, "sparse": [net.bag.weight]}
+    with STRATEGIES[kind](sgd(net), comm, **options) as opt:
+        for step in (0, 2, 3):
+            net.backward(rank, step)
+            opt.step()
+            opt.zero_grad()
+            inner.zero_grad()
+            for each in range(size):
+                plain.backward(each, step)
+            for parameter in plain.parameters():
+                parameter.grad /= size
+            inner.step()
+    for own, other in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own, other)
+        check_same(own)
+
+
+def test_a_state_with_momentum_is_refused(comm, rank):
+    other, module = table(), table()
+    inner = torch.optim.SGD(other.parameters(), 1.0, momentum=0.5)
+    with hpt.DropStale(inner, 1, comm=comm) as opt:
+        state = opt.state_dict() if rank == 0 else None
+        meet()
+    with held("DropStale", "SGD", module, comm) as opt:
+        error = raised(opt.load_state_dict, state)
+        assert isinstance(error, INVALID)
+        assert "sparse gradients on a server need" in str(error)
+        assert opt.param_groups[0]["momentum"] == 0
+        backward(module, rank, 0)
+        turns([0], lambda _: opt.step())
+        assert opt.global_step == 1
+
+
+def test_momentum_that_a_scheduler_sets_is_an_error():
+    module, center = table(), table()
+    inner = torch.optim.SGD(module.parameters(), 1.0)
+    rule = TorchRule(inner, {"w": module.weight}, ["w"], None)
+    var = hpc.Variable(center.weight.detach().numpy(), "w")
+    rule.initialize([var])
+    grad = hpc.IndexedSlices(torch.ones(1, WIDTH).numpy(), [3], (ROWS, WIDTH))
+    rule.apply_gradients([(grad, var)])
+    inner.param_groups[0]["momentum"] = 0.5
+    with pytest.raises(INVALID, match=r"not SGD with momentum=0\.5"):
+        rule.apply_gradients([(grad, var)])
+    expected = table().weight.detach()
+    expected[3] -= 1
+    assert torch.equal(center.weight, expected)
+
+
+# Means of all ranks
 
 
 @pytest.mark.ranks(min=2)
@@ -73,27 +325,6 @@ def test_ranks_on_several_nodes(group):
     # Rows travel in their own dtype.
     mean = torch.tensor(mean_of(range(group.size), 0)[0], dtype=torch.float32)
     torch.testing.assert_close(module.weight, plain.weight - mean)
-
-
-def test_sparse_and_dense_gradients_in_one_step(comm, rank, size):
-    net = Net()
-    plain = copy.deepcopy(net)
-    sgd = torch.optim.SGD(plain.parameters(), 0.5)
-    inner = torch.optim.SGD(net.parameters(), 0.5)
-    with hpt.CrossShard(inner, comm=comm, module=net, sparse=[net.bag.weight]) as opt:
-        for step in (0, 2):
-            net.backward(rank, step)
-            opt.step()
-            opt.zero_grad()
-            for each in range(size):
-                plain.backward(each, step)
-            for parameter in plain.parameters():
-                parameter.grad /= size
-            sgd.step()
-            sgd.zero_grad()
-    for own, other in zip(net.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(own, other)
-        check_same(own)
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -148,36 +379,6 @@ def test_the_mean_is_over_the_ranks_that_remain(comm, rank, size):
     torch.testing.assert_close(module.weight, table().weight - mean)
 
 
-@pytest.mark.parametrize("name", ["Adagrad", "SparseAdam"])
-def test_training_continues_with_the_same_bits(name, comm, rank, tmp_path):
-    make, module, other = OPTIMIZERS[name], table(), table()
-
-    def train(opt, module, steps):
-        for step in steps:
-            backward(module, rank, step)
-            opt.step()
-            opt.zero_grad()
-
-    with hpt.CrossShard(
-        make(module.parameters()), comm=comm, sparse=[module.weight]
-    ) as opt:
-        train(opt, module, range(2))
-        if rank == 0:
-            torch.save(opt.state_dict(), tmp_path / "state.pt")
-            state = torch.load(tmp_path / "state.pt")
-            # Plain PyTorch loads it, too.
-            make(table().parameters()).load_state_dict(state)
-        train(opt, module, range(2, 4))
-    with hpt.CrossShard(
-        make(other.parameters()), comm=comm, sparse=[other.weight]
-    ) as opt:
-        train(opt, other, range(1))
-        opt.load_state_dict(state if rank == 0 else None)
-        train(opt, other, range(2, 4))
-        assert opt.state[other.weight]["step"] == 4
-    assert torch.equal(module.weight, other.weight)
-
-
 def test_momentum_of_rows_cannot_be_saved(comm, rank):
     module = table()
     inner = torch.optim.SGD(module.parameters(), 1.0, momentum=0.5)
@@ -190,22 +391,15 @@ def test_momentum_of_rows_cannot_be_saved(comm, rank):
 
 def test_memory_grows_with_the_rows(comm, rank):
     module = torch.nn.Embedding(1 << 16, 32, sparse=True)
-    nbytes = module.weight.nbytes
     inner = torch.optim.SGD(module.parameters(), 1.0)
     with hpt.CrossShard(inner, comm=comm, sparse=[module.weight]) as opt:
-        # Each rank has a 1, and the number of its rows in three digits.
-        shapes = [a.shape for a in opt._exchange._shard.reducer.arrays().values()]
-        assert shapes == [(comm.size, 4)]
         tracemalloc.start()
         module(torch.tensor([rank, 7])).sum().backward()
         assert module.weight.grad._nnz() <= 2 * comm.size
         opt.step()
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-    assert peak < nbytes / 16
-
-
-# Errors
+    assert peak < module.weight.nbytes / 16
 
 
 @pytest.mark.ranks(min=2)
@@ -227,8 +421,11 @@ def test_an_array_of_one_rank_is_an_error_on_all(comm, rank, size):
     torch.testing.assert_close(module.weight, table().weight - mean)
 
 
-def test_a_sparse_tensor_that_has_no_rows(comm):
-    module = table()
+def test_what_has_no_rows_is_an_error(comm):
+    scale, module = torch.nn.Parameter(torch.ones(())), table()
+    inner = torch.optim.SGD([scale], 1.0)
+    error = raised(hpt.CrossShard, inner, comm=comm, sparse=[scale])
+    assert "'parameter 0' in sparse= is a number, without rows" in str(error)
     inner = torch.optim.SGD(module.parameters(), 1.0)
     with hpt.CrossShard(inner, comm=comm, sparse=[module.weight]) as opt:
         module.weight.grad = torch.ones(ROWS, WIDTH).to_sparse(2)
@@ -236,7 +433,7 @@ def test_a_sparse_tensor_that_has_no_rows(comm):
         assert "must be a sparse tensor of rows, got one with 2 sparse" in str(error)
 
 
-WRONG = {
+WRONG_PARAMETERS = {
     "another": (
         lambda module: [torch.nn.Parameter(torch.zeros(2))],
         hpc.InvalidArgumentError,
@@ -247,9 +444,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_options_of_one_rank(case, comm, rank, size):
-    make, kind, text = WRONG[case]
+@pytest.mark.parametrize("case", WRONG_PARAMETERS)
+def test_wrong_parameters_of_one_rank(case, comm, rank, size):
+    make, kind, text = WRONG_PARAMETERS[case]
     module = table(rank)
     before = module.weight.detach().clone()
     sparse = make(module) if rank == size - 1 else [module.weight]
@@ -258,14 +455,6 @@ def test_wrong_options_of_one_rank(case, comm, rank, size):
     assert isinstance(error, kind)
     assert text in str(error)
     assert torch.equal(module.weight, before)
-
-
-def test_a_number_has_no_rows(comm):
-    scale = torch.nn.Parameter(torch.ones(()))
-    error = raised(
-        hpt.CrossShard, torch.optim.SGD([scale], 1.0), comm=comm, sparse=[scale]
-    )
-    assert "'parameter 0' in sparse= is a number, without rows" in str(error)
 
 
 @pytest.mark.ranks(min=2)

@@ -12,27 +12,20 @@ import hpcaccum as hpc
 import hpcaccum.torch as hpt
 
 from ..mpi.support import meet
-from ..mpi.training import raised, turns
-from .torch_training import ONE_SIDED, STRATEGIES, Model, groups
+from ..mpi.training import raised
+from .torch_training import (
+    STRATEGIES,
+    SYNCHRONOUS,
+    Model,
+    by_turns,
+    gradient,
+    groups,
+    train,
+)
 
 
 def adamw(model):
     return torch.optim.AdamW(groups(model), 0.1)
-
-
-def train(opt, model, kind, rank, size, steps):
-    """Make steps, of one rank after the other unless they are synchronous."""
-    for step in steps:
-
-        def act(_, step=step):
-            model.backward(rank, step)
-            opt.step()
-            opt.zero_grad()
-
-        if kind in ONE_SIDED and kind != "SyncReplicas":
-            turns(range(size), act)
-        else:
-            act(0)
 
 
 def saved(opt, rank):
@@ -44,17 +37,33 @@ def saved(opt, rank):
         torch.save(opt.state_dict(), file)
         file.seek(0)
         state = torch.load(file, weights_only=True)
+    elif not isinstance(opt, hpt.CrossShard):
+        with pytest.raises(hpc.InvalidArgumentError, match="that of rank 0"):
+            opt.state_dict()
     meet()
     return state
+
+
+def check_state(state, w, updates):
+    """Check that a state is that of a step, and that plain PyTorch can load it."""
+    assert state["state"][0]["step"] == state["global_step"] == updates
+    np.testing.assert_array_equal(state["parameters"]["parameter 0"], w)
+    plain = adamw(Model())
+    plain.load_state_dict(state)
+    assert plain.state_dict()["state"][1]["step"] == updates
 
 
 @pytest.mark.parametrize("kind", [k for k in STRATEGIES if k != "AGN"])
 def test_training_continues_with_the_same_bits(kind, comm, rank, size):
     model, other = Model(), Model(start=9.0)
     with STRATEGIES[kind](adamw(model), comm) as opt:
+        # Before the first update, it has the parameters only.
+        saved(opt, rank)
         train(opt, model, kind, rank, size, range(2))
         opt.param_groups[0]["lr"] = 0.25
         state, updates = saved(opt, rank), opt.global_step
+        if rank == 0:
+            check_state(state, opt.center(model.w), updates)
         meet()
         train(opt, model, kind, rank, size, range(2, 4))
     with STRATEGIES[kind](adamw(other), comm) as opt:
@@ -86,49 +95,6 @@ def test_agn_continues_from_the_center(comm, rank, size):
             assert torch.equal(found[0]["exp_avg"], expected[0]["exp_avg"])
 
 
-@pytest.mark.parametrize("kind", STRATEGIES)
-def test_the_state_is_of_the_step_of_the_parameters(kind, comm, rank, size):
-    model = Model()
-    with STRATEGIES[kind](adamw(model), comm) as opt:
-        train(opt, model, kind, rank, size, range(2))
-        state = saved(opt, rank)
-    if rank == 0:
-        assert state["state"][0]["step"] == state["global_step"] == opt.global_step
-        np.testing.assert_array_equal(
-            state["parameters"]["parameter 0"], model.w.detach()
-        )
-
-
-def test_plain_pytorch_loads_it(comm, rank, size):
-    model = Model()
-    with hpt.SyncReplicas(adamw(model), size, comm=comm) as opt:
-        model.backward(rank, 0)
-        opt.step()
-        state = saved(opt, rank)
-    if rank == 0:
-        plain = adamw(Model())
-        plain.load_state_dict(state)
-        assert plain.state_dict()["state"][1]["step"] == 1
-
-
-def test_before_the_first_update_there_is_no_state(comm, rank):
-    model, other = Model(), Model(start=9.0)
-    with hpt.CrossShard(adamw(model), comm=comm) as opt:
-        state = saved(opt, rank)
-    with hpt.CrossShard(adamw(other), comm=comm) as opt:
-        opt.load_state_dict(state)
-    assert torch.equal(other.w, model.w)
-
-
-@pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("kind", ONE_SIDED)
-def test_only_the_host_can_save(kind, comm, rank):
-    with STRATEGIES[kind](adamw(Model()), comm) as opt:
-        if rank == 1:
-            with pytest.raises(hpc.InvalidArgumentError, match="that of rank 0"):
-                opt.state_dict()
-
-
 @pytest.mark.parametrize("kind", ["CrossShard", "DropStale"])
 def test_a_state_that_does_not_fit_changes_nothing(kind, comm, rank, size):
     model = Model()
@@ -152,3 +118,80 @@ def test_a_state_that_does_not_fit_changes_nothing(kind, comm, rank, size):
         assert np.array_equal(model.values()["w"], before["w"])
         assert opt.global_step > 0
         train(opt, model, kind, rank, size, range(1, 2))
+
+
+# Parameters whose elements have another order in memory: the fused optimizers of
+# PyTorch combine elements by their places in memory, others round by them
+
+
+def transposed(dtype):
+    return torch.nn.Parameter(torch.zeros(4, 3, dtype=dtype).t())
+
+
+def channels_last(dtype):
+    values = torch.zeros(2, 3, 2, 2, dtype=dtype)
+    return torch.nn.Parameter(values.to(memory_format=torch.channels_last))
+
+
+def adam(parameter, dtype=torch.float32):
+    """Return an optimizer: a fused one, unless half precision depends on the order."""
+    fused = dtype == torch.float32
+    return torch.optim.Adam([parameter], 0.5, fused=fused, amsgrad=True)
+
+
+def train_alike(opt, parameter, kind, size, steps):
+    """Make steps with the same gradient on all ranks, one rank after the other."""
+
+    for step in steps:
+
+        def act(_, step=step):
+            for _ in range(2 if kind == "AGN" else 1):
+                (parameter * gradient("w", parameter, 0, step)).sum().backward()
+                opt.step()
+                opt.zero_grad()
+
+        by_turns(kind, size, act)
+
+
+def expected(kind, size, made, dtype, steps):
+    """Return what plain PyTorch makes of a contiguous parameter."""
+    parameter = torch.nn.Parameter(torch.zeros(made(dtype).shape, dtype=dtype))
+    optimizer = torch.optim.Adam([parameter], 0.5, amsgrad=True)
+    for step in range(steps):
+        times = 1 if kind in SYNCHRONOUS else size
+        for _ in range(times):
+            parameter.grad = gradient("w", parameter, 0, step)
+            optimizer.step()
+    return parameter.detach()
+
+
+@pytest.mark.parametrize("made", [transposed, channels_last])
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_updates_are_those_of_a_contiguous_parameter(kind, made, comm, rank, size):
+    parameter = made(torch.float32)
+    with STRATEGIES[kind](adam(parameter), comm) as opt:
+        train_alike(opt, parameter, kind, size, range(3))
+    wanted = expected(kind, size, made, torch.float32, 3)
+    torch.testing.assert_close(parameter.detach(), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [kind for kind in STRATEGIES if kind != "AGN"])
+def test_training_continues_in_another_order_of_memory(kind, dtype, comm, rank, size):
+    parameter, other = channels_last(dtype), channels_last(dtype)
+    state = None
+    with STRATEGIES[kind](adam(parameter, dtype), comm) as opt:
+        train_alike(opt, parameter, kind, size, range(3))
+        meet()
+        if rank == 0:
+            file = io.BytesIO()
+            torch.save(opt.state_dict(), file)
+            file.seek(0)
+            state = torch.load(file)
+        meet()
+        train_alike(opt, parameter, kind, size, range(3, 6))
+    with STRATEGIES[kind](adam(other, dtype), comm) as opt:
+        opt.load_state_dict(state)
+        meet()
+        train_alike(opt, other, kind, size, range(3, 6))
+    assert torch.equal(parameter, other)

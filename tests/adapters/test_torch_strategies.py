@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
+import hpcaccum as hpc
 import hpcaccum.torch as hpt
 
 from ..mpi.acting import VAIN, until
 from ..mpi.support import WAIT, meet
 from ..mpi.training import raised, turns
-from .torch_training import ONE_SIDED, STRATEGIES, SYNCHRONOUS, Model, Plain, groups
+from .torch_training import (
+    ONE_SIDED,
+    STRATEGIES,
+    SYNCHRONOUS,
+    Model,
+    Plain,
+    dedicated,
+    groups,
+)
 
 
 class Scaled(torch.optim.Optimizer):
@@ -71,6 +82,7 @@ def test_synchronous_updates_use_the_mean(kind, name, comm, rank, size):
         for step in range(3):
             model.backward(rank, step)
             assert opt.step()
+            assert (model.w.grad is None) == (kind == "SyncReplicas")
             opt.zero_grad()
             plain.update([(each, step) for each in range(size)])
         plain.check(model.values())
@@ -86,7 +98,9 @@ def test_each_gradient_is_an_update(name, comm, rank, size):
 
     def act(turn):
         model.backward(rank, turn)
-        return bool(opt.step())
+        accepted = bool(opt.step())
+        assert model.w.grad is None
+        return accepted
 
     with hpt.DropStale(make(groups(model)), 10**6, comm=comm) as opt:
         assert all(turns(order, act))
@@ -252,13 +266,8 @@ def test_agn_makes_local_steps_and_pushes_their_mean(name, comm, rank, size):
 @pytest.mark.parametrize("kind", ONE_SIDED)
 def test_a_dedicated_host_only_serves(kind, comm, rank, size):
     model, last = Model(start=rank), size - 1
-    make = {
-        "SyncReplicas": lambda opt, **more: hpt.SyncReplicas(opt, last, **more),
-        "DropStale": lambda opt, **more: hpt.DropStale(opt, 10**6, **more),
-        "AGN": lambda opt, **more: hpt.AGN(opt, 1, **more),
-    }[kind]
     inner = torch.optim.SGD(groups(model), 1.0)
-    with make(inner, comm=comm, host=last, dedicated=True) as opt:
+    with dedicated(kind, inner, comm, last) as opt:
         if rank == last:
             opt.serve()
         else:
@@ -270,18 +279,135 @@ def test_a_dedicated_host_only_serves(kind, comm, rank, size):
     assert model.w.ne(last).any()
 
 
-@pytest.mark.ranks(min=2)
-def test_ranks_that_leave_a_mean_are_not_waited_for(comm, rank, size):
-    model, plain = Model(), Plain(lambda p: torch.optim.SGD(p, 1.0), Model())
-    with hpt.CrossShard(torch.optim.SGD(groups(model), 1.0), comm=comm) as opt:
-        for step in range(3):
-            if (rank, step) == (size - 1, 2):
-                opt.leave()
-                break
-            model.backward(rank, step)
-            opt.step()
+# Weights: batches of different length train as one process does
+
+
+LENGTHS = (32, 8, 24, 3)
+STEPS = 3
+
+
+def data(size):
+    """Return the samples of each rank."""
+    rng = np.random.default_rng(0)
+    return [
+        torch.tensor(rng.normal(size=(n, 4)), dtype=torch.float64)
+        for n in LENGTHS[:size]
+    ]
+
+
+def loss(model, x):
+    return ((x @ model.weight.T + model.bias - 1) ** 2).mean()
+
+
+def linear():
+    model = torch.nn.Linear(4, 2, dtype=torch.float64)
+    for parameter in model.parameters():
+        parameter.data.fill_(0.5)
+    return model
+
+
+def of_one_process(size, make):
+    model, x = linear(), torch.cat(data(size))
+    opt = make(model.parameters())
+    for _ in range(STEPS):
+        opt.zero_grad()
+        loss(model, x).backward()
+        opt.step()
+    return model
+
+
+def in_a_block(opt, model, x):
+    with opt.weighted(len(x)):
+        loss(model, x).backward()
+        opt.step()
+
+
+def in_a_closure(opt, model, x):
+    def closure():
+        value = loss(model, x)
+        value.backward()
+        return value
+
+    assert opt.step(closure, weight=len(x)).loss > 0
+
+
+def after_no_sync(opt, model, x):
+    with opt.no_sync():
+        (loss(model, x) / 2).backward()
+        (loss(model, x) / 2).backward()
+    opt.step(weight=len(x))
+
+
+def in_step(opt, model, x):
+    loss(model, x).backward()
+    opt.step(weight=len(x))
+
+
+@pytest.mark.parametrize("way", [in_a_block, in_a_closure, after_no_sync, in_step])
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_batches_of_different_length_are_as_one(comm, rank, size, name, way):
+    if (name, way) == ("CrossShard", in_step):
+        pytest.skip("the backward pass exchanges the gradients")
+    model, x = linear(), data(size)[rank]
+
+    def make(parameters):
+        return torch.optim.Adam(parameters, 0.1)
+
+    opt = STRATEGIES[name](make(model.parameters()), comm, module=model)
+    with opt:
+        for _ in range(STEPS):
             opt.zero_grad()
-    for step in range(3):
-        plain.update([(each, step) for each in range(size - (step == 2))])
-    plain.check(model.values())
-    assert opt.statistics().accepted == (*[3] * (size - 1), 2)
+            way(opt, model, x)
+    expected = of_one_process(size, make)
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    for found, wanted in pairs:
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["DropStale", "AGN"])
+def test_a_weight_multiplies_the_gradient(comm, size, name):
+    model = Model()
+    opt = STRATEGIES[name](torch.optim.SGD(model.parameters(), 1.0), comm, module=model)
+    with opt:
+        for _ in range(2):
+            model.zero_grad()
+            model.w.sum().backward()
+            opt.step(weight=0.25)
+    # Two updates of each rank, or one of the mean of two gradients.
+    updates = size * (2 if name == "DropStale" else 1)
+    np.testing.assert_allclose(model.values()["w"], -0.25 * updates)
+
+
+@pytest.mark.parametrize("weight", [2, True])
+def test_a_weight_comes_too_late_for_gradients_that_were_exchanged(comm, weight):
+    model = Model()
+    opt = STRATEGIES["CrossShard"](
+        torch.optim.SGD(model.parameters(), 1.0), comm, module=model
+    )
+    with opt:
+        model.backward(0, 0)
+        error = raised(opt.step, weight=weight)
+        assert isinstance(error, hpc.InvalidArgumentError)
+        assert "in a block of weighted()" in str(error)
+        opt.step(weight=1)
+
+
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_what_is_no_weight_is_an_error(comm, rank, size, name):
+    model = Model()
+    opt = STRATEGIES[name](torch.optim.SGD(model.parameters(), 1.0), comm, module=model)
+    with opt:
+
+        def train(weight):
+            with opt.weighted(weight):
+                model.backward(rank, 0)
+                opt.step()
+
+        error = raised(train, 0 if rank == size - 1 or name != "CrossShard" else 1)
+        assert isinstance(error, hpc.InvalidArgumentError)
+        assert "weight must be a finite number above 0" in str(error)
+        meet()
+        opt.zero_grad()
+        with contextlib.suppress(hpc.WaitTimeoutError):
+            train(1)
+        assert opt.global_step == 1

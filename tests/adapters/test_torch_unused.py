@@ -185,13 +185,6 @@ def test_find_unused_with_sparse_gradients(comm, rank, size):
 
 
 @pytest.mark.ranks(min=2)
-def test_find_unused_must_be_the_same_on_all_ranks(comm, rank):
-    error = raised(hpt.CrossShard, sgd(Model()), comm=comm, find_unused=rank == 1)
-    assert type(error) is hpc.DisagreementError
-    assert "find_unused must be the same" in str(error)
-
-
-@pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("error", [RuntimeError("no"), MemoryError("no")])
 def test_any_error_in_a_hook_is_raised_on_all_ranks(error, comm, rank, monkeypatch):
     model = Model()

@@ -11,6 +11,8 @@ import torch
 
 import hpcaccum.torch as hpt
 
+from ..mpi.training import turns
+
 # Threads of a rank would take the cores of the others.
 torch.set_num_threads(1)
 
@@ -25,6 +27,16 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
 ONE_SIDED = [name for name in STRATEGIES if name != "CrossShard"]
 # Those whose updates use one gradient of each rank.
 SYNCHRONOUS = ["CrossShard", "SyncReplicas"]
+
+
+def dedicated(kind: str, inner: Any, comm: Any, host: int) -> Any:
+    """Return an adapter whose host only serves."""
+    options = {"comm": comm, "host": host, "dedicated": True}
+    if kind == "SyncReplicas":
+        return hpt.SyncReplicas(inner, comm.size - 1, **options)
+    return {"DropStale": hpt.DropStale, "AGN": hpt.AGN}[kind](
+        inner, 10**6 if kind == "DropStale" else 1, **options
+    )
 
 
 class Model(torch.nn.Module):
@@ -89,3 +101,22 @@ class Plain:
     def check(self, values: dict[str, Any], exact: bool = False) -> None:
         for name, value in self.model.values().items():
             np.testing.assert_allclose(values[name], value, 0 if exact else 1e-5)
+
+
+def by_turns(kind: str, size: int, act: Callable[[Any], Any]) -> list[Any]:
+    """Call ``act`` on all ranks; on one after the other if each call is an update."""
+    return [act(0)] if kind in SYNCHRONOUS else turns(range(size), act)
+
+
+def train(
+    opt: Any, model: Model, kind: str, rank: int, size: int, steps: range
+) -> None:
+    """Make steps, of one rank after the other unless they are synchronous."""
+    for step in steps:
+
+        def act(_: Any, step: int = step) -> None:
+            model.backward(rank, step)
+            opt.step()
+            opt.zero_grad()
+
+        by_turns(kind, size, act)

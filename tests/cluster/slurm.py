@@ -10,8 +10,6 @@ and namespaces are needed (`obstacle` says what is missing), but no systemd, cgr
 accounting.  Everything it writes lies below ``directory``, its ports listen on
 127.0.0.1, and its processes live in a pid namespace that ends with the ``with`` block,
 or with this process.
-
-To try something by hand:  python tests/cluster/slurm.py srun -N2 hostname
 """
 
 from __future__ import annotations
@@ -25,10 +23,11 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tests.cluster.hosts import stop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -218,7 +217,7 @@ def cluster(directory: Path) -> Iterator[Cluster]:
         _wait_until_idle(slurm, namespace)
         yield slurm
     finally:
-        _stop(namespace)
+        stop(namespace)
 
 
 def _configure(directory: Path) -> None:
@@ -266,29 +265,3 @@ def _wait_until_idle(slurm: Cluster, namespace: subprocess.Popen[bytes]) -> None
         # It fails as long as slurmctld does not listen.
         with contextlib.suppress(RuntimeError, subprocess.TimeoutExpired):
             idle = slurm.call("sinfo", "-hN", "-tidle", "-o%N", timeout=5).split()
-
-
-def _stop(namespace: subprocess.Popen[bytes]) -> None:
-    assert namespace.stdin is not None
-    namespace.stdin.close()
-    try:
-        namespace.wait(timeout=10)
-    except subprocess.TimeoutExpired:
-        namespace.kill()  # --kill-child: and all the others with it
-        namespace.wait()
-
-
-def main() -> int:
-    """Run the command given as arguments with a cluster."""
-    if reason := obstacle():
-        sys.exit(f"slurm.py: {reason}")
-    with (
-        tempfile.TemporaryDirectory(prefix="slurm-") as name,
-        cluster(Path(name)) as slurm,
-    ):
-        env = {**os.environ, **slurm.env}
-        return subprocess.run(sys.argv[1:] or ["sinfo"], env=env).returncode
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,12 +8,10 @@ import sys
 from pathlib import Path
 
 import cupy
-import numpy as np
 import pytest
 
 from hpcaccum import group_of
-from hpcaccum.bench.answers import WrongAnswerError
-from hpcaccum.bench.device import DEVICE_BENCHMARKS, check_same
+from hpcaccum.bench.device import DEVICE_BENCHMARKS
 from hpcaccum.bench.measure import measure, rows
 from hpcaccum.device import kernels
 
@@ -98,21 +96,6 @@ def test_a_kernel_that_does_nothing_is_found_before_anything_is_timed(
     monkeypatch.setattr(kernels, "kernel", planted)
     with pytest.raises(RuntimeError, match=f"bench, {kind}: .*wrong|for 1 gradients"):
         measure(case, "bench", SECONDS)
-
-
-@pytest.mark.parametrize("bad", [1.0, np.nan, np.inf])
-def test_answers_must_be_the_same(bad):
-    good = cupy.zeros(5)
-    wrong = cupy.asarray(np.array([0, 0, bad, 0, 0]))
-    check_same(good, good)
-    for pair in (wrong, good), (good, wrong):
-        with pytest.raises(
-            WrongAnswerError, match="1 of 5 elements are wrong: number 2"
-        ):
-            check_same(*pair)
-    check_same(good + 1.01, good + 1, 0.02)
-    with pytest.raises(WrongAnswerError, match="5 of 5"):
-        check_same(good + 1.03, good + 1, 0.02)
 
 
 @pytest.fixture

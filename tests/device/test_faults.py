@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import traceback
+from functools import partial
 
 import cupy
 import pytest
@@ -21,51 +22,33 @@ from . import (
     test_update,
 )
 
-
-def accumulate():
-    test_accumulate.test_sum_is_the_numpy_line("f32", 5003, (0, 0))
-
-
-def accumulate_shifted():
-    test_accumulate.test_sum_is_the_numpy_line("f32", 1025, (1, 0))
-
-
-def largest():
-    test_multi_tensor.test_largest_is_the_largest_absolute_value("f32", 16, 0)
-
-
-def largest_of_nan():
-    test_multi_tensor.test_nothing_hides_what_is_not_finite("f32", 1023)
-
-
-def square_norm():
-    test_finish.test_square_norm_is_that_of_float64("f32", 5003, 0)
-
-
-def scatter():
-    test_sparse.test_rows_are_added_and_counted_where_they_belong("f32", 33, 3)
-
-
-def scatter_outside():
-    test_sparse.test_rows_outside_are_refused_and_counted("f32")
+accumulate = partial(test_accumulate.test_sum_is_the_numpy_line, "f32", 5003, (0, 0))
+accumulate_shifted = partial(accumulate.func, "f32", 1025, (1, 0))
+largest = partial(
+    test_multi_tensor.test_largest_is_the_largest_absolute_value, "f32", 16, 0
+)
+largest_of_nan = partial(
+    test_multi_tensor.test_nothing_hides_what_is_not_finite, "f32", 1023
+)
+square_norm = partial(test_finish.test_square_norm_is_that_of_float64, "f32", 5003, 0)
+scatter = partial(
+    test_sparse.test_rows_are_added_and_counted_where_they_belong, "f32", 33, 3
+)
+scatter_outside = partial(test_sparse.test_rows_outside_are_refused_and_counted, "f32")
+update_by_half = partial(
+    test_update.test_only_what_there_is_is_changed, "f32", "f16", "adam", 1025, 0
+)
+update_with_a_rate_of_its_own = partial(update_by_half.func, "f32", "f32", "sgd", 33, 1)
 
 
 def scatter_of_groups():
     with test_sparse.groups_of(100):
-        test_sparse.test_rows_are_added_and_counted_where_they_belong("f32", 33, 3)
+        scatter()
 
 
 def update():
     for name in test_update.KERNELS:
-        test_update.test_only_what_there_is_is_changed("f32", name, 33, 0)
-
-
-def update_with_a_rate_of_its_own():
-    test_update.test_only_what_there_is_is_changed("f32", "sgd", 33, 1)
-
-
-def update_by_half():
-    test_update.test_only_what_there_is_is_changed_by_other_gradients("f16", "adam")
+        update_by_half.func("f32", "f32", name, 33, 0)
 
 
 # Each fault: file, correct text, faulty text; the test that finds it, checks to build.

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import cupy
+import ml_dtypes
 import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum.device import arrays as device
-from hpcaccum.device.tables import Known
-from hpcaccum.optimizers import update_rule
 
 STEP = 7
 # What may lie where an array of 4 x 4 float32 lay before, and is no such array.
@@ -28,53 +26,6 @@ def squares(count=3):
     return [cupy.asarray(np.full((4, 4), i + 1, np.float32)) for i in range(count)]
 
 
-def seen(known, arrays, *more):
-    """Whether these arrays are known; they are from now on."""
-    entry = known.find(arrays, *more)
-    found = entry.result is not None
-    entry.keep("something")
-    return found
-
-
-def test_streams_and_devices_know_nothing_of_each_other(monkeypatch):
-    known, arrays = Known(), squares(1)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    assert not seen(known, arrays)
-    with stream:
-        assert not seen(known, arrays)
-        assert seen(known, arrays)
-    assert seen(known, arrays)
-    monkeypatch.setattr("hpcaccum.device.tables.current_device", lambda: 1)
-    assert not seen(known, arrays)
-
-
-def test_streams_at_the_same_address_know_nothing_of_each_other():
-    known, arrays = Known(), squares(1)
-    addresses = set()
-    for _ in range(3):
-        with cupy.cuda.Stream(non_blocking=True) as stream:
-            assert not seen(known, arrays)
-            assert seen(known, arrays)
-        addresses.add(stream.ptr)
-        del stream
-    # What is known of a stream keeps it.
-    assert len(addresses) == 3
-    known.clear()
-
-
-def test_few_are_kept_and_none_of_them_alive():
-    known, pool = Known(most=4), cupy.get_default_memory_pool()
-    before = pool.used_bytes()
-    arrays = squares(9)
-    assert not any(seen(known, [array]) for array in arrays)
-    assert sum(seen(known, [array]) for array in arrays[-4:]) < 4
-    assert len(known._results) <= 4
-    del arrays
-    assert pool.used_bytes() == before
-    known.clear()
-    assert not known._results
-
-
 @ALL
 def test_rules_find_what_is_new_at_an_old_address(other):
     changed, text = OTHERS[other]
@@ -87,7 +38,7 @@ def test_rules_find_what_is_new_at_an_old_address(other):
     if other == "missing":
         # Which changes the others only.
         rule.apply_gradients(zip(given, variables, strict=True))
-        assert [rule._state(variable).updates for variable in variables] == [4, 3, 4]
+        assert (variables[0].value.get() != before[0]).all()
         np.testing.assert_array_equal(variables[1].value.get(), before[1])
         return
     with pytest.raises(hpc.InvalidArgumentError, match=f"'wb'.*({text})"):
@@ -95,7 +46,6 @@ def test_rules_find_what_is_new_at_an_old_address(other):
 
     for variable, value in zip(variables, before, strict=True):
         np.testing.assert_array_equal(variable.value.get(), value)
-        assert rule._state(variable).updates == 3
 
 
 def test_rules_check_the_rest_of_a_call_before_any_change():
@@ -112,23 +62,7 @@ def test_rules_check_the_rest_of_a_call_before_any_change():
     with pytest.raises(hpc.InvalidArgumentError, match="learning_rate"):
         rule.apply_gradients([(grad, variable)])
 
-    assert rule._state(variable).updates == 2
     assert (variable.value.get() == -1).all()
-
-
-def test_rules_check_the_same_gradients_once(monkeypatch):
-    checked, check = [], update_rule.check_gradient
-    monkeypatch.setattr(
-        update_rule, "check_gradient", lambda *given: checked.append(1) or check(*given)
-    )
-    rule, grads = hpc.Adam(), squares()
-    variables = [hpc.Variable(cupy.zeros((4, 4), np.float32), f"w{i}") for i in "abc"]
-    counts = []
-    for given in grads, grads, [grad[:] for grad in grads], squares(), grads:
-        rule.apply_gradients(zip(given, variables, strict=True))
-        counts.append(len(checked))
-        checked.clear()
-    assert counts == [3, 0, 0, 3, 0]
 
 
 def test_the_same_gradients_of_other_variables():
@@ -150,19 +84,6 @@ def test_a_copied_gradient_is_copied_in_each_call():
         expected -= expected[::-1].copy()
     assert (x.value.get() == expected[0]).all()
     assert (y.value.get() == expected[1]).all()
-
-
-def test_a_rule_that_forgot_a_variable_begins_anew():
-    rule, [grad] = hpc.Momentum(1.0, 0.5), squares(1)
-    variable = hpc.Variable(cupy.zeros((4, 4), np.float32), "w")
-    for _ in range(2):
-        rule.apply_gradients([(grad, variable)])
-    rule._kept_state([variable]).forget()
-    assert rule.get_slot(variable, "momentum") is None
-    rule.apply_gradients([(grad, variable)])
-
-    assert rule._state(variable).updates == 1
-    assert (rule.get_slot(variable, "momentum").value.get() == 1).all()
 
 
 @ALL
@@ -195,6 +116,16 @@ def test_a_gradient_may_have_a_dtype_that_a_result_may_not():
     assert acc.num_accumulated() == 2
 
 
+def test_arrays_of_another_dtype_at_the_same_place_are_others():
+    acc = hpc.DeviceAccumulator("float32", {"a": (4,), "none": (0, 3), "b": ()})
+    one, none = cupy.ones((), np.float32), cupy.zeros((0, 3), np.float32)
+    half = cupy.asarray(np.array([1, 2, 3, 4], np.float16))
+    for array in half, half.view(ml_dtypes.bfloat16):
+        acc.apply_grad({"b": one, "a": array, "none": none}, STEP)
+        sums = acc.take_grad(1)
+        np.testing.assert_array_equal(sums["a"].get(), array.get().astype("f4"))
+
+
 def test_names_in_another_order_are_the_same_arrays():
     acc = hpc.DeviceAccumulator("float32", {"a": (4, 4), "b": (4, 4)})
     one, two = squares(2)
@@ -204,31 +135,3 @@ def test_names_in_another_order_are_the_same_arrays():
     sums = acc.take_grad(3)
     assert (sums["a"].get() == np.float32(4 / 3)).all()
     assert (sums["b"].get() == np.float32(5 / 3)).all()
-
-
-def test_accumulators_check_the_same_arrays_once(monkeypatch):
-    checked, check = [], device.is_device
-    monkeypatch.setattr(
-        "hpcaccum.device.multi_tensor.is_device",
-        lambda array: checked.append(1) or check(array),
-    )
-    acc = hpc.DeviceAccumulator("float32", dict.fromkeys("abc", (4, 4)))
-    grads, outs = (dict(zip("abc", squares(), strict=True)) for _ in range(2))
-    for expected in 6, 0, 0:
-        acc.apply_grad(grads, STEP)
-        acc.take_grad(1, out=outs)
-        assert len(checked) == expected
-        checked.clear()
-
-
-def test_complete_events_are_used_again(monkeypatch):
-    made, original = [], cupy.cuda.Event
-    acc, [grad] = hpc.DeviceAccumulator("float32", (4, 4)), squares(1)
-    monkeypatch.setattr(
-        cupy.cuda, "Event", lambda **given: made.append(1) or original(**given)
-    )
-    for _ in range(9):
-        acc.apply_grad(grad)
-        cupy.cuda.Device().synchronize()
-    acc.take_grad(9)
-    assert len(made) <= 2

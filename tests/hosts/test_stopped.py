@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.hosts import Cluster, hosts, obstacle
+from tests.cluster.hosts import Cluster, hosts
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -151,8 +151,6 @@ acc.free()
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    if reason := obstacle():
-        pytest.skip(f"hosts {reason}")
     directory = tmp_path_factory.mktemp("hosts")
     with hosts(directory, HOSTS, rate="1gbit") as running:
         yield running

@@ -313,13 +313,3 @@ def test_benchmarks(cp, name, monkeypatch):
         for kind in case.kinds:
             kind.check()
     case.free()
-
-
-def test_memory_that_is_pinned_twice_is_refused(cp, driver):
-    memory = np.zeros(1 << 16)
-    first, runtime = device.Pinned(memory), cp.cuda.runtime
-    with pytest.raises(runtime.CUDARuntimeError):
-        runtime.hostRegister(memory[5:].ctypes.data, 800, 0)
-    first.free()
-    with pytest.raises(runtime.CUDARuntimeError):
-        runtime.hostUnregister(memory.ctypes.data)

@@ -36,7 +36,8 @@ def mpi_environment() -> dict[str, str]:
     """The environment of a job: Open MPI's settings, unless set, and few threads."""
     text = (REPOSITORY / ".ci" / "env.openmpi").read_text()
     settings = dict(re.findall(r"^export (\w+)=(.*)$", text, re.MULTILINE))
-    return settings | {"OMP_NUM_THREADS": "1"} | os.environ
+    found = settings | {"OMP_NUM_THREADS": "1"} | os.environ
+    return found | {"PYTHONPATH": str(REPOSITORY)}
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from mpi4py.MPI import get_vendor
 
 from hpcaccum.launch.probes import KILLS, LOSS, PROBES
 
-from .conftest import REPOSITORY, SURVIVE, run_program
+from .conftest import SURVIVE, run_program
 
 pytestmark = pytest.mark.mpi
 
@@ -49,13 +49,26 @@ def doctor(tmp_path, mpi_environment):
     """Run the doctor alone; return its exit status and what it shows."""
 
     def run(*options, **env):
-        env |= mpi_environment | {"PYTHONPATH": str(REPOSITORY)}
+        env |= mpi_environment
         command = [sys.executable, *DOCTOR, *map(str, options)]
         done = run_program(command, timeout=300, cwd=tmp_path, env=env)
         assert "Traceback (most recent call last)" not in done.stdout
         return done.returncode, done.stdout
 
     return run
+
+
+@pytest.fixture
+def launcher(tmp_path):
+    """Write a program that starts jobs; return its path."""
+
+    def write(text):
+        path = tmp_path / "launcher"
+        path.write_text(text)
+        path.chmod(0o700)
+        return path
+
+    return write
 
 
 def test_alone_it_starts_a_job_for_each_probe(doctor, mpiexec, tmp_path):
@@ -76,10 +89,9 @@ def test_alone_it_starts_a_job_for_each_probe(doctor, mpiexec, tmp_path):
 
 
 def test_started_by_a_launcher_its_ranks_are_the_job(mpirun, script, tmp_path):
-    env = {"PYTHONPATH": str(REPOSITORY)}
     # A message of 2 GiB takes more time than all else; the test above sends one.
     program = script(SHORT)
-    done = mpirun(3, program, "--json", "found.json", cwd=tmp_path, env=env)
+    done = mpirun(3, program, "--json", "found.json", cwd=tmp_path)
     found = json.loads((tmp_path / "found.json").read_text())
 
     assert done.returncode == 0, done.stdout
@@ -92,8 +104,7 @@ def test_started_by_a_launcher_its_ranks_are_the_job(mpirun, script, tmp_path):
 @pytest.mark.parametrize("survive", [False, True])
 def test_its_last_rank_is_killed(mpirun, script, tmp_path, survive):
     options = "--kill", "--json", "found.json"
-    env = {"PYTHONPATH": str(REPOSITORY)}
-    done = mpirun(3, script(LOSES), *options, cwd=tmp_path, env=env, survive=survive)
+    done = mpirun(3, script(LOSES), *options, cwd=tmp_path, survive=survive)
     _, *last = json.loads((tmp_path / "found.json").read_text())
 
     assert KILLS in done.stdout
@@ -101,14 +112,11 @@ def test_its_last_rank_is_killed(mpirun, script, tmp_path, survive):
     assert (" a rank was killed, and the others went on " in done.stdout) == survive
 
 
-def test_alone_it_kills_a_rank_of_a_job(doctor, mpiexec, tmp_path):
+def test_alone_it_kills_a_rank_of_a_job(doctor, mpiexec, launcher):
     options, wrapper = SURVIVE[get_vendor()[0]]
     words = shlex.join([mpiexec, *options, "-n", "2", *wrapper])
-    launcher = tmp_path / "launcher"
     broken = BROKEN.format(what=f'exec {words} "$@"', mpiexec=mpiexec)
-    launcher.write_text(broken.replace("atomics", LOSS))
-    launcher.chmod(0o700)
-    _, shown = doctor("--launcher", launcher)
+    _, shown = doctor("--launcher", launcher(broken.replace("atomics", LOSS)))
 
     assert "ok       lost rank   a rank was killed, and the others went on" in shown
 
@@ -120,11 +128,9 @@ def test_alone_it_kills_a_rank_of_a_job(doctor, mpiexec, tmp_path):
         ("sleep 60", "the job did not end within 11 s"),
     ],
 )
-def test_a_crash_or_a_hang_is_a_finding(doctor, mpiexec, tmp_path, what, text):
-    launcher = tmp_path / "launcher"
-    launcher.write_text(BROKEN.format(what=what, mpiexec=mpiexec))
-    launcher.chmod(0o700)
-    status, shown = doctor("--launcher", launcher, "--timeout", "1")
+def test_a_crash_or_a_hang_is_a_finding(doctor, mpiexec, launcher, what, text):
+    broken = launcher(BROKEN.format(what=what, mpiexec=mpiexec))
+    status, shown = doctor("--launcher", broken, "--timeout", "1")
 
     assert status == 1
     about = f"atomics     {text}; tried: Words that all ranks change at the same time"
@@ -133,25 +139,20 @@ def test_a_crash_or_a_hang_is_a_finding(doctor, mpiexec, tmp_path, what, text):
     assert "problem  writers " in shown
 
 
-def test_an_error_of_open_mpi_that_is_none_is_a_note(doctor, mpiexec, tmp_path):
+def test_an_error_of_open_mpi_that_is_none_is_a_note(doctor, mpiexec, launcher):
     what = f'echo "Error: OSC UCX component priority set"; exec {mpiexec} -n 2 "$@"'
-    launcher = tmp_path / "launcher"
     broken = BROKEN.format(what=what, mpiexec=mpiexec)
-    launcher.write_text(broken.replace("atomics", "windows"))
-    launcher.chmod(0o700)
-    _, shown = doctor("--launcher", launcher)
+    _, shown = doctor("--launcher", launcher(broken.replace("atomics", "windows")))
 
     text = "32 accumulators at the same time; Open MPI prints 'OSC UCX component prio"
     assert f"note     windows     {text}" in shown
     assert "-> export OMPI_MCA_osc=^ucx" in shown
 
 
-def test_a_job_that_fails_after_its_finding_is_a_problem(doctor, mpiexec, tmp_path):
+def test_a_job_that_fails_after_its_finding_is_a_problem(doctor, mpiexec, launcher):
     # As if MPI_Finalize had failed.
-    launcher = tmp_path / "launcher"
-    launcher.write_text(f'#!/bin/bash\n{mpiexec} -n 2 "$@"\nexit 5\n')
-    launcher.chmod(0o700)
-    status, shown = doctor("--launcher", launcher)
+    failing = launcher(f'#!/bin/bash\n{mpiexec} -n 2 "$@"\nexit 5\n')
+    status, shown = doctor("--launcher", failing)
 
     assert status == 1
     assert re.search("^problem  launch .* 2 ranks on 1 node", shown, re.MULTILINE)
@@ -159,12 +160,11 @@ def test_a_job_that_fails_after_its_finding_is_a_problem(doctor, mpiexec, tmp_pa
 
 
 @pytest.mark.parametrize(("signal", "status"), [("INT", 130), ("TERM", 143)])
-def test_a_doctor_that_is_ended_leaves_nothing(doctor, tmp_path, signal, status):
-    launcher = tmp_path / "launcher"
+def test_a_doctor_that_is_ended_leaves_nothing(
+    doctor, launcher, tmp_path, signal, status
+):
     lines = "#!/bin/sh", "echo $$ >started", f"sleep 0.5; kill -{signal} $PPID"
-    launcher.write_text("\n".join([*lines, "sleep 99"]))
-    launcher.chmod(0o700)
-    found, shown = doctor("--launcher", launcher)
+    found, shown = doctor("--launcher", launcher("\n".join([*lines, "sleep 99"])))
 
     assert found == status, shown
     assert {path.name for path in tmp_path.iterdir()} == {"launcher", "started"}
@@ -201,13 +201,11 @@ def test_what_the_output_cannot_encode_is_escaped(doctor):
     assert r"no program '\u03bc' in PATH" in shown
 
 
-def test_the_cause_is_shown_before_the_epilogue(doctor, tmp_path):
-    launcher = tmp_path / "launcher"
+def test_the_cause_is_shown_before_the_epilogue(doctor, launcher):
     cause = "PMI(7):  Runtime environment uses unsupported PMI version PMIx. Aborting."
     epilogue = "".join(f"echo epilogue {number}\n" for number in range(9))
-    launcher.write_text(f"#!/bin/bash\necho start\necho '{cause}'\n{epilogue}exit 16\n")
-    launcher.chmod(0o700)
-    status, shown = doctor("--launcher", launcher)
+    text = f"#!/bin/bash\necho start\necho '{cause}'\n{epilogue}exit 16\n"
+    status, shown = doctor("--launcher", launcher(text))
 
     assert status == 1
     lines = [line.strip() for line in shown.splitlines()]
@@ -236,16 +234,14 @@ def test_the_cause_is_shown_before_the_epilogue(doctor, tmp_path):
     ],
 )
 def test_the_nodes_of_a_job_that_does_not_start_get_advice(
-    doctor, tmp_path, lines, advice
+    doctor, launcher, tmp_path, lines, advice
 ):
     (tmp_path / "printed").write_text(
         lines + "".join(f"epilogue {number}\n" for number in range(9))
     )
-    launcher = tmp_path / "launcher"
     wait = "if grep -q sleep printed; then sleep 60; fi"
-    launcher.write_text(f"#!/bin/bash\ncat printed\n{wait}\nexit 1\n")
-    launcher.chmod(0o700)
-    status, shown = doctor("--launcher", launcher, "--timeout", "1")
+    text = f"#!/bin/bash\ncat printed\n{wait}\nexit 1\n"
+    status, shown = doctor("--launcher", launcher(text), "--timeout", "1")
 
     assert status == 1
     assert advice in shown

@@ -17,6 +17,7 @@ if rank == 1:
 acc.take_grad(MPI.COMM_WORLD.size)
 """
 
+
 RAISES_BEFORE_MPI = """
 import os
 import hpcaccum as hpc
@@ -156,6 +157,36 @@ if MPI.COMM_WORLD.rank == 0:
 else:
     MPI.COMM_WORLD.recv(source=0)
 """
+
+
+TOO_FEW_COMMUNICATORS = """
+import sys
+from mpi4py import MPI
+import hpcaccum as hpc
+
+comm, taken = MPI.COMM_WORLD, []
+with hpc.ConditionalAccumulator("f4", (4,)):
+    try:
+        while len(taken) < 2100:
+            taken.append(comm.Dup())
+    except MPI.Exception:
+        try:
+            # Words on another rank than those of the first one need a window.
+            hpc.ConditionalAccumulator("f4", (4,), host=1)
+        except RuntimeError as error:
+            assert "1 objects of hpcaccum are open" in str(error), error
+    for each in taken:
+        each.Free()
+    hpc.ConditionalAccumulator("f4", (4,)).free()
+sys.stdout.write("went on\\n")
+"""
+
+
+def test_objects_without_a_communicator_are_refused_on_every_rank(mpirun, script):
+    result = mpirun(2, script(TOO_FEW_COMMUNICATORS), env={"MPIR_CVAR_NOLOCAL": "0"})
+
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("went on") == 2
 
 
 @pytest.mark.parametrize(

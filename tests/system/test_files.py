@@ -13,7 +13,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from .conftest import REPOSITORY, run_program
+from .conftest import run_program
 
 pytestmark = pytest.mark.mpi
 
@@ -41,8 +41,7 @@ def refused(mpirun, tmp_path):
     def run(*commands):
         script = tmp_path / "script.py"
         script.write_text(SCRIPT.format([*map(list, commands)]))
-        env = {"PYTHONPATH": str(REPOSITORY)}
-        result = mpirun(2, script, cwd=tmp_path, env=env)
+        result = mpirun(2, script, cwd=tmp_path)
         script.unlink()
         assert result.returncode == 0, result.stdout
         shown = result.stdout.splitlines()
@@ -146,14 +145,6 @@ def test_what_cannot_be_written_is_one_line(refused, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["folder.svg"]
 
 
-def test_nothing_is_lost_in_dev_null(mpirun, tmp_path):
-    words = *BENCH, "--json", "/dev/null"
-    env = {"PYTHONPATH": str(REPOSITORY)}
-    result = mpirun(2, "-m", "hpcaccum", *words, cwd=tmp_path, env=env)
-
-    assert result.returncode == 0, result.stdout
-
-
 @pytest.mark.parametrize("words", [BENCH, (*TRAIN, "--epochs", "999")], ids=["b", "t"])
 def test_output_that_nothing_reads_ends_the_command(mpi_environment, tmp_path, words):
     with subprocess.Popen(
@@ -163,7 +154,7 @@ def test_output_that_nothing_reads_ends_the_command(mpi_environment, tmp_path, w
         stdin=subprocess.DEVNULL,
         text=True,
         cwd=tmp_path,
-        env=mpi_environment | {"PYTHONPATH": str(REPOSITORY)},
+        env=mpi_environment,
     ) as process:
         process.stdout.close()
         errors = process.stderr.read()
@@ -179,8 +170,7 @@ def alone(mpi_environment, tmp_path):
     def run(redirections, *words):
         script = f'exec "$@" {redirections}'
         command = ["sh", "-c", script, "sh", sys.executable, "-m", "hpcaccum", *words]
-        env = mpi_environment | {"PYTHONPATH": str(REPOSITORY)}
-        return run_program(command, timeout=100, cwd=tmp_path, env=env)
+        return run_program(command, timeout=100, cwd=tmp_path, env=mpi_environment)
 
     return run
 

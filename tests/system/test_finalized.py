@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import pytest
 
-from .conftest import REPOSITORY
-
 pytestmark = pytest.mark.mpi
 
 AFTER = """
@@ -71,8 +69,7 @@ print("all of them")
 def test_use_after_finalize_is_an_error(made, mpirun, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(AFTER + (OPEN if made else "") + CHECK)
-    env = {"PYTHONPATH": str(REPOSITORY)}
-    result = mpirun(2, script, cwd=tmp_path, env=env)
+    result = mpirun(2, script, cwd=tmp_path)
 
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("all of them") == 2
@@ -110,7 +107,7 @@ print("all of them")
 
 def test_use_before_init_is_an_error_and_after_it_works(mpirun, tmp_path):
     (tmp_path / "script.py").write_text(BEFORE.format(after=AFTER))
-    result = mpirun(2, "script.py", cwd=tmp_path, env={"PYTHONPATH": str(REPOSITORY)})
+    result = mpirun(2, "script.py", cwd=tmp_path)
 
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("all of them") == 2

@@ -13,7 +13,6 @@ import time
 import pytest
 
 from ..common import WAIT
-from .conftest import REPOSITORY
 
 pytestmark = pytest.mark.mpi
 
@@ -63,7 +62,7 @@ def interrupted(mpiexec, mpi_environment, tmp_path):
             stderr=subprocess.STDOUT,
             text=True,
             cwd=tmp_path,
-            env=mpi_environment | {"PYTHONPATH": str(REPOSITORY)},
+            env=mpi_environment,
             start_new_session=True,
         ) as process:
             limit = time.monotonic() + WAIT

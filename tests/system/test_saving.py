@@ -16,11 +16,12 @@ import hpcaccum
 from hpcaccum import checkpoint
 
 from .conftest import REPOSITORY, run_program
+from .test_run import DYING
 
 pytestmark = pytest.mark.mpi
 
 # A batch script looks for the file, and queues its job again.
-ENVIRONMENT = {"PYTHONPATH": str(REPOSITORY), "REQUEUE_FILE": "requeue"}
+ENVIRONMENT = {"REQUEUE_FILE": "requeue"}
 COMMON = "-m", "hpcaccum", "train", "--save", "saved", "--hidden", "8", "--batch", "64"
 
 
@@ -28,25 +29,6 @@ COMMON = "-m", "hpcaccum", "train", "--save", "saved", "--hidden", "8", "--batch
 def common(digits):
     """How a run begins. To import scikit-learn would take longer than the rest."""
     return *COMMON, "--data", digits
-
-
-# Kills a rank when there are two checkpoints.
-DYING = """
-import os, signal, sys, threading, time
-from mpi4py import MPI
-from hpcaccum import checkpoint
-from hpcaccum.cli import main
-
-def die():
-    while len(checkpoint.files("saved")) < 2:
-        time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-if __name__ == "__main__":
-    if MPI.COMM_WORLD.rank == 1:
-        threading.Thread(target=die, daemon=True).start()
-    sys.exit(main())
-"""
 
 
 @pytest.fixture
@@ -79,7 +61,6 @@ def same_arrays(one, other):
 @pytest.mark.parametrize(
     ("changes", "status", "text"),
     [
-        ({"facts": 1}, 2, "--resume: saved has checkpoints of another program"),
         ({"step": 10**30}, 2, "--resume: saved: step must be one number"),
         ({"optimizer": {"variables": {}, "state": 5}}, 1, "--resume saved: the snapsh"),
     ],
@@ -135,7 +116,7 @@ def test_a_job_continues_one_that_was_killed(train, mpirun, tmp_path, common, op
     assert job.returncode != 0
     assert asked
     assert not (tmp_path / "requeue").exists()
-    assert step >= 10
+    assert step >= 5
     assert f"resumed at {step}" in shown
     assert found["step"] == found["optimizer"]["global_step"] > step
     # The gradients of both jobs are counted; that of the update before the checkpoint
@@ -206,18 +187,10 @@ def arrays_of(state):
     return list(state["optimizer"]["variables"].values())
 
 
-def test_a_run_that_is_refused_keeps_the_log_of_the_one_before(train, tmp_path):
-    words = "--strategy", "cross-shard", "--epochs", "1", "--log", "log.jsonl"
-    train(*words, ranks=1)
-    log = (tmp_path / "log.jsonl").read_text()
-    train(*words, ranks=1, status=2)
-
-    assert (tmp_path / "log.jsonl").read_text() == log
-
-
 def test_what_cannot_be_continued_is_refused(train, tmp_path):
-    options = "--strategy", "cross-shard", "--epochs", "1"
+    options = "--strategy", "cross-shard", "--epochs", "1", "--log", "log.jsonl"
     train(*options, ranks=1)
+    log = (tmp_path / "log.jsonl").read_text()
 
     def refused(*others):
         shown = train(*others, ranks=1, status=2)
@@ -237,6 +210,7 @@ def test_what_cannot_be_continued_is_refused(train, tmp_path):
     )
     checkpoint.save(tmp_path / "saved", {"mine": 1})
     assert "checkpoints of another program" in refused(*options, "--resume")
+    assert (tmp_path / "log.jsonl").read_text() == log
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
@@ -251,8 +225,7 @@ def test_a_full_disk_does_not_end_the_training_until_its_end(
         *["sh", mpiexec, "-n", "2", sys.executable, *common, "--hidden", "64"],
         *["--strategy", "drop-stale", "--every", "10", "--epochs", "2"],
     ]
-    env = mpi_environment | {"PYTHONPATH": str(REPOSITORY)}
-    result = run_program(command, timeout=100, cwd=tmp_path, env=env)
+    result = run_program(command, timeout=100, cwd=tmp_path, env=mpi_environment)
 
     assert result.returncode != 0
     assert "No space left on device" in result.stdout

@@ -10,7 +10,6 @@ import pytest
 from hpcaccum.errors import RESTART
 
 from ..common import every_second
-from .conftest import REPOSITORY
 
 # Ranks are killed in an update, before or after a call of a function. The others
 # compare their variables after each update with those of tests/naive.py, and find out
@@ -182,7 +181,7 @@ HALF = WITH[4]
 @pytest.fixture
 def start(mpirun, script):
     def run(program, ranks, case, mode="copied", kills="", **env):
-        env |= {"PYTHONPATH": str(REPOSITORY), "HPCACCUM_TIMEOUT": "30"}
+        env |= {"HPCACCUM_TIMEOUT": "30"}
         args = *case, mode, kills or f"{ranks - 1}4"
         return mpirun(ranks, script(program), *args, survive=True, env=env, timeout=120)
 

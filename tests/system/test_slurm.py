@@ -67,14 +67,6 @@ print("started with", sys.argv[1:], flush=True)
 time.sleep(0 if os.environ.get("SLURM_RESTART_COUNT") else 60)
 """
 
-# The last task of an array of two asks to be started again.
-ASKS = """
-import os, pathlib
-
-if os.environ["SLURM_ARRAY_TASK_ID"] == "1":
-    pathlib.Path(os.environ["REQUEUE_FILE"]).touch()
-"""
-
 # Dies after each checkpoint. The words are for `hpcaccum run`.
 LOSES = """
 import os, pathlib, signal
@@ -241,27 +233,21 @@ def limited(
     return submit, submit.start("train.sbatch", *options, words=words)
 
 
-def test_one_node(submit: Submit, limited):
-    job, states = submit("train.sbatch", "--ntasks-per-node=2", "--cpus-per-task=2")
-
-    assert states == ["COMPLETED"], submit.outputs()
-    names = {path.name for path in submit.directory.iterdir()}
-    ends = ".out", ".jsonl", ".png", ".saved"
-    assert names == {f"hpcaccum-train-{job}{end}" for end in ends}
-    start, result = submit.log(f"hpcaccum-train-{job}.jsonl")
-    assert (start["ranks"], start["settings"]["OMP_NUM_THREADS"]) == (2, "2")
-    assert len(result["accepted"]) == 2
-    assert "test accuracy" in submit.outputs()
-
-
 @pytest.mark.parametrize("script", ["train.sbatch", "mpiexec.sbatch"])
-def test_two_nodes(submit: Submit, script):
-    job, states = submit(script, "--nodes=2", "--ntasks-per-node=2")
+def test_two_nodes(submit: Submit, limited, script):
+    options = "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=2"
+    job, states = submit(script, *options[: 2 + (script == "train.sbatch")])
 
     assert states == ["COMPLETED"], submit.outputs()
     start, result = submit.log(f"hpcaccum-train-{job}.jsonl")
     assert start["hosts"] == {"n1": 2, "n2": 2}
     assert len(result["accepted"]) == 4
+    assert "test accuracy" in submit.outputs()
+    if script == "train.sbatch":
+        names = {path.name for path in submit.directory.iterdir()}
+        ends = ".out", ".jsonl", ".png", ".saved"
+        assert names == {f"hpcaccum-train-{job}{end}" for end in ends}
+        assert start["settings"]["OMP_NUM_THREADS"] == "2"
 
 
 def test_gpus(submit: Submit, simulator: str):
@@ -394,24 +380,6 @@ def test_a_program_that_asks_for_it_is_started_again(submit: Submit):
 
     assert submit.wait(job) == ["COMPLETED"], submit.outputs()
     assert submit.outputs().count("started with") == 4
-
-
-def test_a_task_of_an_array_is_started_again_alone(submit: Submit):
-    (submit.directory / "program.py").write_text(ASKS)
-    options = "--array=0-1", "--nodes=1", "--ntasks-per-node=1"
-    job = submit.start("program.sbatch", *options, words=())
-    restarts: list[tuple[str, str]] = []
-
-    def is_again() -> bool:
-        found = submit.slurm.call("scontrol", "--oneliner", "show", "job", job)
-        restarts[:] = sorted(re.findall(r"ArrayTaskId=(\S+).* Restarts=(\d)", found))
-        return any(count != "0" for _, count in restarts)
-
-    # The last task has the number of the array.
-    submit.follow(job, is_again, "second start of")
-    submit.slurm.call("scancel", job)
-
-    assert restarts == [("0", "0"), ("1", "1")]
 
 
 def test_the_time_limit(limited):

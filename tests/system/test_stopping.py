@@ -9,8 +9,6 @@ import pytest
 
 from hpcaccum import checkpoint
 
-from .conftest import REPOSITORY
-
 pytestmark = pytest.mark.mpi
 
 COMMON = "--hidden", "8", "--batch", "64", "--epochs", "20"
@@ -79,7 +77,7 @@ def train(mpirun, tmp_path, digits):
             path = tmp_path / "program.py"
             path.write_text(ASKING.format(name=name, rank=rank))
             program = [path]
-        env = {"PYTHONPATH": str(REPOSITORY), "REQUEUE_FILE": "requeue"}
+        env = {"REQUEUE_FILE": "requeue"}
         words = "train", *COMMON, "--data", digits, *options
         result = mpirun(2, *program, *words, cwd=tmp_path, env=env)
         assert result.returncode == status, result.stdout
@@ -135,9 +133,8 @@ def test_any_rank_stops_all(train, tmp_path, strategy, rank):
 def test_a_request_before_the_training_counts(mpirun, tmp_path, digits):
     program = tmp_path / "program.py"
     program.write_text(EARLY)
-    env = {"PYTHONPATH": str(REPOSITORY)}
     words = "train", *COMMON, *SLOW, "--data", digits, "--strategy", "sync-replicas"
-    result = mpirun(2, program, *words, cwd=tmp_path, env=env)
+    result = mpirun(2, program, *words, cwd=tmp_path)
 
     assert result.returncode == os.EX_TEMPFAIL, result.stdout
     assert "asked to stop: training ends here" in result.stdout
@@ -146,9 +143,8 @@ def test_a_request_before_the_training_counts(mpirun, tmp_path, digits):
 def test_a_request_after_the_training_does_not_end_it(mpirun, tmp_path, digits):
     program = tmp_path / "program.py"
     program.write_text(LATE)
-    env = {"PYTHONPATH": str(REPOSITORY)}
     words = "train", "--data", digits, "--strategy", "agn", "--epochs", "1"
-    result = mpirun(2, program, *words, cwd=tmp_path, env=env)
+    result = mpirun(2, program, *words, cwd=tmp_path)
 
     assert result.returncode == 0, result.stdout
 

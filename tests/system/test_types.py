@@ -32,26 +32,19 @@ rows = hpc.SparseConditionalAccumulator("float32", (9, 3), capacity=4)
 
 receipt = drop.minimize(lambda: (0.0, [grad]), var_list=[w])
 receipt.acepted  # wrong
-cross.minimize(lambda: (0.0, [grad])).late  # wrong
 acc.apply_grad(grad).is_accepted  # wrong
 drop.statistics().droped  # wrong
-sgd.apply_gradients([(grad, w)]).accepted  # wrong
 
 cross.apply_gradients([(w, grad)])  # wrong
-drop.apply_gradients([(w, grad)])  # wrong
 sgd.apply_gradients([(w, grad)])  # wrong
 hpc.clip_by_global_norm([(w, grad)], 1.0)  # wrong
-cross.apply_gradients(zip([w], [grad]))  # wrong
 acc.apply_grad(w)  # wrong
 rows.apply_indexed_slices_grad(grad)  # wrong
 hpc.IndexedSlices(w, [0])  # wrong
 
 cross.minimize(lambda: (0.0, [grad]), var_list=[np.zeros(3)])  # wrong
-drop.compute_gradients(lambda: (0.0, [grad]), [np.zeros(3)])  # wrong
 cross.initialize([np.zeros(3)])  # wrong
-sgd.initialize(w)  # wrong
 drop.restore(drop.snapshot(), np.zeros)  # wrong
-sgd.restore([w])  # wrong
 acc.restore("file")  # wrong
 drop.learning_rate = "0.1"  # wrong
 drop.center("w")  # wrong
@@ -60,14 +53,11 @@ cross.minimize(lambda: [grad])  # wrong
 cross.minimize(lambda: (0.0, [w]))  # wrong
 
 hpc.Adam(0.1, beta_1=0.9)  # wrong
-hpc.SGD(learning_rate="0.1")  # wrong
 hpc.CrossShardOptimizer(sgd, group_assigment=[[0]])  # wrong
 hpc.CrossShardOptimizer(sgd, on_nonfinite="dorp")  # wrong
 hpc.SyncReplicasOptimizer(sgd, 2, servers="automatic")  # wrong
 hpc.DropStaleGradientOptimizer(sgd, staleness="4")  # wrong
-hpc.DropStaleGradientOptimizer(sgd, staleness=0.5)  # wrong
 hpc.AGNOptimizer(sgd, 2, getter, comunication_period=5)  # wrong
-hpc.AGNOptimizer(sgd, 2, [w])  # wrong
 acc.take_grad("1")  # wrong
 """
 
@@ -102,7 +92,6 @@ with hpc.CrossShardOptimizer(hpc.Momentum(0.1, 0.9, use_nesterov=True)) as cross
 
 with hpc.SyncReplicasOptimizer(hpc.Adagrad(lambda: 0.1), 2, servers=[0]) as sync:
     sync.initialize(iter([w]))
-    print(sync.minimize(lambda: (0.0, [None])).accepted)
     with sync.paused() as number:
         print(number + 1, sync.get_slot(w, "accumulator"))
 

@@ -1,7 +1,8 @@
-"""``hpcaccum bench compare``: its judgement, on files written here."""
+"""``hpcaccum bench compare`` and ``bench scaling``: judgement and figures, on files."""
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from hpcaccum import InvalidArgumentError
 from hpcaccum.bench.compare import comparison
 from hpcaccum.bench.rows import read
+from hpcaccum.bench.scaling import report
 
+from ..common import status_of
 from .measured import reference, row, write
 
 
@@ -81,22 +84,6 @@ def test_without_a_reference_in_both_files_times_are_compared(compare):
     assert not any("references took" in note for note in notes)
 
 
-def test_times_that_vary_must_differ_more(compare):
-    # 1.2 is beyond the tolerance of 0.1, but not beyond that and 10 % of noise.
-    def files(spread, times):
-        yield [row(spread_us=spread), reference()]
-        yield [row("zero-copy", times * 10), reference()]
-
-    assert compare(*files(0.0, 1.2))[0] == 1
-    assert compare(*files(1.0, 1.2))[0] == 2
-    status, lines, _ = compare(*files(1.0, 1.22))
-    assert (status, lines[0][-3]) == (1, "10%")
-    # Of all four times: 2 parts in 10 are of 20.
-    old = [row(spread_us=1.0), reference(spread_us=1.0)]
-    new = [row("zero-copy", 20.0, spread_us=2.0), reference(spread_us=1.0)]
-    assert compare(old, new)[1][0][-3] == "20%"
-
-
 @pytest.mark.parametrize(
     ("ratio", "spread", "verdict", "status"),
     [
@@ -107,6 +94,7 @@ def test_times_that_vary_must_differ_more(compare):
         (1.09, 0.1, "undecided", 2),
         (1.2, 0.5, "slower", 1),
         (1.2, 1.0, "undecided", 2),
+        (1.22, 1.0, "slower", 1),
     ],
 )
 def test_a_row_whose_noise_could_hide_it_is_undecided(
@@ -125,14 +113,6 @@ def test_a_row_whose_noise_could_hide_it_is_undecided(
         f"3 rows compared, {int(status == 1)} slower by more than 10% and the noise, "
         f"{int(status == 2)} undecided"
     )
-
-
-def test_a_row_that_is_slower_counts_more_than_an_undecided_one(compare):
-    new = [row("zero-copy", 20.0), row("flat", spread_us=50.0), reference()]
-    status, _, notes = compare([row(), row("flat"), reference()], new)
-
-    assert status == 1
-    assert notes[-1].endswith("1 slower by more than 10% and the noise, 1 undecided")
 
 
 @pytest.mark.parametrize("median", ["x", None, 0, -1, math.nan])
@@ -172,3 +152,117 @@ def test_the_speed_of_the_machine_is_the_median_of_the_references(times, text, c
 
     assert f"the references took {text}" in notes
     assert last.startswith("4 rows compared, ")
+
+
+UNUSABLE = {
+    "no": (None, "No such file"),
+    "empty": (b"", "empty"),
+    "picture": (b"\x89PNG", "not a text file"),
+    "object": (b"{}\n", "line 1 is not what hpcaccum bench --json writes"),
+    "list": (b"[1]\n", "line 1 is not what"),
+    "brace": (b"{", "line 1 is not what"),
+}
+
+
+@pytest.mark.parametrize("bad", UNUSABLE)
+def test_an_unusable_file_is_one_line_and_the_status_2(bad, tmp_path, capsys):
+    content, text = UNUSABLE[bad]
+    good, bad = tmp_path / "good", tmp_path / bad
+    write(good, [row(), reference()])
+    if content is not None:
+        bad.write_bytes(content)
+
+    for pair in (good, bad), (bad, good):
+        assert status_of("bench", "compare", *map(str, pair)) == 2
+        shown = capsys.readouterr().err
+        assert f"error: {bad}: {text}" in shown
+        assert len(shown.splitlines()) == 1
+
+
+# ``hpcaccum bench scaling``
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """Write a file as ``bench --json`` does, of one row; return its path."""
+
+    def make(ranks, nodes, median, nbytes=4096):
+        path = tmp_path / f"{ranks}-{nodes}-{nbytes}.jsonl"
+        found = row("reducer", median, benchmark="step", bytes=nbytes)
+        write(path, [found], ranks=ranks, nodes=nodes)
+        return path
+
+    return make
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """Write a log as ``train --log`` does; return its path."""
+
+    def write(ranks, hosts, rate):
+        start = {"event": "start", "ranks": ranks, "hosts": dict.fromkeys(hosts, 1)}
+        end = {"event": "result", "strategy": "agn", "samples_per_second": rate}
+        path = tmp_path / f"train-{ranks}.jsonl"
+        path.write_text(f"{json.dumps(start)}\n{json.dumps(end)}\n")
+        return path
+
+    return write
+
+
+def scaled(capsys, files):
+    report(files, None)()
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_benchmark_should_take_as_long_on_more_ranks(measured, capsys):
+    # Any order of files; the job with the fewest ranks is the reference.
+    files = [measured(8, 2, 500.0), measured(2, 1, 200.0), measured(4, 1, 250.0)]
+    _, heads, _, title, row, *_ = scaled(capsys, files)
+
+    assert heads.split() == ["2", "on", "1", "4", "on", "1", "8", "on", "2"]
+    assert title == "step, 4 KiB"
+    assert " ".join(row.split()) == "reducer 200 us 1.00 250 us 0.80 500 us 0.40"
+
+
+def test_a_training_should_use_as_many_samples_on_each_rank(trained, capsys):
+    files = [trained(2, "a", 100.0), trained(8, "ab", 300.0)]
+    _, heads, _, title, row, *_ = scaled(capsys, files)
+
+    assert heads.split() == ["2", "on", "1", "8", "on", "2"]
+    assert title == "training"
+    assert " ".join(row.split()) == "agn 100/s 1.00 300/s 0.75"
+
+
+def test_a_training_without_updates_is_left_out(trained, capsys):
+    # It was stopped at once, or was complete when it was resumed.
+    files = [trained(2, "a", 100.0), trained(3, "a", 0.0), trained(8, "ab", 300.0)]
+    _, heads, *_ = scaled(capsys, files)
+
+    assert heads.split() == ["2", "on", "1", "8", "on", "2"]
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"event": "result"}'])
+def test_a_damaged_log_is_one_line(line, trained):
+    bad = trained(2, "a", 100.0)
+    bad.write_text(bad.read_text() + line)
+
+    with pytest.raises(InvalidArgumentError, match=f"{bad}: line 3 is not what"):
+        report([bad], None)
+
+
+def test_what_was_measured_once_is_left_out(measured, capsys):
+    files = [measured(2, 1, 1.0), measured(4, 1, 1.0), measured(4, 1, 1.0, 8192)]
+
+    assert not any("8 KiB" in line for line in scaled(capsys, files))
+
+
+def test_files_with_nothing_in_common_are_an_error(measured, tmp_path):
+    with pytest.raises(InvalidArgumentError, match="in common that was measured"):
+        report([measured(2, 1, 1.0), measured(4, 1, 1.0, 8192)], None)
+    other = tmp_path / "other"
+    other.write_text("{}\n")
+    with pytest.raises(InvalidArgumentError, match="other: line 1 is not what"):
+        report([other], None)
+    other.write_text("")
+    with pytest.raises(InvalidArgumentError, match="other: empty"):
+        report([other], None)

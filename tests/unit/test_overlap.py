@@ -55,17 +55,6 @@ def test_no_crossing_is_missed(pieces, others):
             assert overlap(piece, other) == shared == np.may_share_memory(piece, other)
 
 
-def test_arrays_of_their_own_are_apart():
-    owners = [np.zeros(3) for _ in range(4)]
-    views = [owner[::-1] for owner in owners]
-
-    assert sharing(dict(enumerate(owners))) is None
-    assert crossing(owners[:2], owners[2:]) == [False, False]
-    assert crossing(owners[:2], [owners[1]]) == [False, True]
-    assert crossing(owners, views[3:]) == [False, False, False, True]
-    assert set(sharing(dict(enumerate([*owners, foreign(owners[2])])))) == {2, 4}
-
-
 @pytest.mark.parametrize("dtype", ["float64", "float16", ml_dtypes.bfloat16], ids=str)
 def test_same_elements_in_whatever_shape(dtype):
     flat = np.zeros(12, dtype)

@@ -29,24 +29,6 @@ def shards(form, count, elementwise):
 
 @pytest.mark.parametrize("elementwise", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 200])
-def test_parts_follow_each_other_and_cover_the_vector(count, elementwise):
-    form = wire()
-    parts = cut(form.parameters, count, elementwise=elementwise)
-
-    assert len(parts) == count
-    assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
-    assert parts[-1].stop == form.parameters.size
-    lengths = [part.stop - part.start for part in parts]
-    assert min(lengths) >= 0
-    if elementwise:
-        assert max(lengths) <= form.parameters.size / count + 16
-    else:
-        starts = {*form.parameters.offsets.values(), form.parameters.size}
-        assert {part.start for part in parts} <= starts
-
-
-@pytest.mark.parametrize("elementwise", [True, False])
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_pieces_of_all_servers_are_the_variables(count, elementwise):
     form = wire((np.float16, np.float64))
     flat = np.arange(form.parameters.size, dtype=form.parameters.dtype)
@@ -88,19 +70,3 @@ def test_gradients_are_those_of_the_wire_format(elementwise):
         whole = joined([grads.get(name) for grads in found], SHAPES[name])
         np.testing.assert_array_equal(whole, expected[name])
     assert not any("scalar" in grads for grads in found)
-
-
-def test_parameters_are_written_to_their_places():
-    form = wire()
-    flat = np.arange(form.parameters.size, dtype=np.float32)
-    for each in shards(form, 3, True):
-        arrays = each.wire.parameters.views(flat[each.part])
-        written = np.full(each.part.stop - each.part.start, np.nan, np.float32)
-        each.wire.write_parameters(arrays, written)
-        filled = ~np.isnan(written)
-        np.testing.assert_array_equal(written[filled], flat[each.part][filled])
-        assert filled.sum() == sum(array.size for array in arrays.values())
-
-
-def test_an_array_that_no_server_has():
-    assert joined([None, None], (2,)) is None

@@ -90,33 +90,31 @@ def test_a_trace_has_the_times_of_each_rank(tmp_path):
     assert drawn(str(path), count=1)[:, 0] == pytest.approx([1e-3, 2e-3, 1e-3, 2e-3])
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "the first term must be a time such as 30ms"),
-        ("30", "the first term must be a time such as 30ms"),
-        ("gamma 30ms", "the first term must be a time such as 30ms"),
-        ("normal 30ms", "normal needs MEAN DEVIATION, got 'normal 30ms'"),
-        ("normal 30ms 0.1", "DEVIATION of normal must be a time such as 30ms"),
-        ("lognormal 30 0.1", "MEAN of lognormal must be a time such as 30ms"),
-        (
-            "lognormal 30ms 3ms",
-            "SIGMA of lognormal, the deviation of the logarithm, must",
-        ),
-        ("30ms; 6%", "term 2, '6%', must be '6% x3' or '6% x2-10'"),
-        ("30ms; 160% x3", "term 2, '160% x3', must be '6% x3'"),
-        ("30ms; 6% x3; rank 7", "term 3, 'rank 7', must be '6% x3'"),
-        ("30ms; rank 2- x2", "term 2, 'rank 2- x2', must name numbers such as 7"),
-        ("30ms; rank 7 +45", "term 2, 'rank 7 +45', its delay must be a time"),
-        ("30ms; node 1 xb", "term 2, 'node 1 xb', its factor must be a number"),
-        ("30ms; failures 0.01 restart 5m", "or 'failures 0.01/h restart 5m'"),
-    ],
-)
-def test_an_error_names_the_term_and_what_was_expected(text, message):
+FIRST = "the first term must be a time such as 30ms"
+WRONG = {
+    "": FIRST,
+    "30": FIRST,
+    "gamma 30ms": FIRST,
+    "normal 30ms": "normal needs MEAN DEVIATION, got 'normal 30ms'",
+    "normal 30ms 0.1": "DEVIATION of normal must be a time such as 30ms",
+    "lognormal 30 0.1": "MEAN of lognormal must be a time such as 30ms",
+    "lognormal 30ms 3ms": "SIGMA of lognormal, the deviation of the logarithm, must",
+    "30ms; 6%": "term 2, '6%', must be '6% x3' or '6% x2-10'",
+    "30ms; 160% x3": "term 2, '160% x3', must be '6% x3'",
+    "30ms; 6% x3; rank 7": "term 3, 'rank 7', must be '6% x3'",
+    "30ms; rank 2- x2": "term 2, 'rank 2- x2', must name numbers such as 7",
+    "30ms; rank 7 +45": "term 2, 'rank 7 +45', its delay must be a time",
+    "30ms; node 1 xb": "term 2, 'node 1 xb', its factor must be a number",
+    "30ms; failures 0.01 restart 5m": "or 'failures 0.01/h restart 5m'",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_an_error_names_the_term_and_what_was_expected(text):
     with pytest.raises(argparse.ArgumentTypeError) as error:
         compute(text)
 
-    assert message in str(error.value)
+    assert WRONG[text] in str(error.value)
 
 
 def test_the_network_has_a_latency_and_a_rate_for_each_level():

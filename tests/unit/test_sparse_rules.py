@@ -5,13 +5,11 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import hpcaccum as hpc
 from hpcaccum.optimizers import update_rule
-from hpcaccum.optimizers.base import scaled
 
 from ..common import same_bits
 from ..lazy_rules import MAKERS, LazyRule
@@ -175,15 +173,6 @@ def test_variables_without_rows(value):
         hpc.SGD(1).apply_gradients(
             [(hpc.IndexedSlices([1], [0]), hpc.Variable(value, "w"))]
         )
-
-
-def test_scaled_slices_are_new():
-    slices = hpc.IndexedSlices(np.ones((1, 2), ml_dtypes.bfloat16), [1], (3, 2))
-    found = scaled(slices, 0.5)
-
-    same_bits(found.values, np.full((1, 2), 0.5, ml_dtypes.bfloat16))
-    assert (found.indices.tolist(), found.dense_shape) == ([1], (3, 2))
-    assert slices.values[0, 0] == 1
 
 
 def test_norm_is_that_of_the_whole_gradient():

@@ -1,4 +1,4 @@
-"""The words of the admission protocol: packing, limits, and their assignment."""
+"""The words of the admission protocol: packing, limits, assignment; receipts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpcaccum.accumulator import Receipt
 from hpcaccum.accumulator.state import Packing, Record, State, WordLayout
 from hpcaccum.mpi import bits
 
@@ -71,3 +72,23 @@ def test_words_are_assigned_one_after_the_other():
         40,
     ]
     assert (fixed.count, layout.count) == (19, 41)
+
+
+def test_a_receipt_is_printed_in_a_line():
+    receipts = [
+        Receipt(True, 7, 7, loss=0.5),
+        Receipt(False, 4, 7),
+        Receipt(False, 7, 7, nonfinite=True),
+        Receipt(True, 3, 3, sent=False),
+        Receipt(True, 0, 2),
+    ]
+    assert list(map(str, receipts)) == [
+        "accepted, lag 0, step 7",
+        "not accepted: stale, lag 3, step 7",
+        "not accepted: nonfinite, lag 0, step 7",
+        "accepted, not sent, lag 0, step 3",
+        "accepted, lag 2, step 2",
+    ]
+    assert [bool(each) for each in receipts] == [True, False, False, True, True]
+    assert [each.lag for each in receipts] == [0, 3, 0, 0, 2]
+    assert [each.reason for each in receipts] == ["", "stale", "nonfinite", "", ""]

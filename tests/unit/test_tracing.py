@@ -64,13 +64,6 @@ def test_a_wait_has_its_call_and_what_was_missing_last(recorder, monkeypatch):
     )
 
 
-def test_a_wait_that_is_over_at_once_is_not_recorded(recorder):
-    Deadline(WAIT, "call").wait(lambda: True, str)
-    Deadline(WAIT, "call").block(lambda seconds: True, str)
-
-    assert not spans(recorder)
-
-
 def test_a_wait_that_blocks_asks_while_it_waits(recorder):
     lock, asked = threading.Lock(), []
     lock.acquire()
@@ -103,13 +96,6 @@ def test_a_wait_goes_on_if_what_is_missing_is_unknown(recorder):
     assert event.args["for"] == "unknown (KeyError)"
 
 
-def test_a_wait_that_fails_is_recorded(recorder):
-    with pytest.raises(hpc.WaitTimeoutError, match=r"call: waited .* s for rain"):
-        Deadline(0.01, "call").wait(lambda: None, lambda: "rain")
-
-    assert len(spans(recorder)) == 1
-
-
 def test_a_call_that_fails_shows_its_error(recorder):
     variable = hpc.Variable([0.0], "w")
     with pytest.raises(ZeroDivisionError):
@@ -118,38 +104,6 @@ def test_a_call_that_fails_shows_its_error(recorder):
 
     assert event.label.name == "compute"
     assert event.args == {"error": "ZeroDivisionError"}
-
-
-def test_each_thread_has_a_row(recorder):
-    def work():
-        with hpc.span("work", item=3):
-            pass
-
-    for _ in range(2):
-        thread = threading.Thread(target=work, name="helper")
-        thread.start()
-        thread.join()
-    rows = recorder.rows()
-
-    assert list(rows) == ["", "helper"]
-    assert [event.label.name for event in rows["helper"]] == ["work"] * 2
-    assert rows["helper"][0].args == {"item": 3}
-
-
-def test_events_above_the_limit_are_counted(monkeypatch):
-    monkeypatch.setattr(module, "MOST", 3)
-    recorder = Recorder()
-    for number in range(5):
-        recorder.add(Label("x", "y"), number, number, None)
-
-    assert recorder.left_out() == 2
-    recorder.add(Label("x", "y"), 9, 9, None)
-    assert [event.begin for event in spans(recorder)] == [0, 1, 2]
-
-
-def test_span_without_a_trace_does_nothing():
-    with hpc.span("work"):
-        pass
 
 
 def event(begin, end):

@@ -1,4 +1,4 @@
-"""Helper threads that share the pieces of one call."""
+"""Helper threads that share the pieces of one call; naps that other threads end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import threading
 
 import pytest
 
+from hpcaccum import WaitTimeoutError
 from hpcaccum import worker_threads as helpers
+from hpcaccum.deadline import Deadline
+from hpcaccum.server.publisher import Change
+from hpcaccum.wake import Wake
 from hpcaccum.worker_threads import run_pieces
 
 from ..common import VAIN, WAIT
@@ -28,18 +32,6 @@ def test_pieces_run_at_the_same_time(none_yet):
     assert [thread.daemon for thread in helpers._threads] == [True, True]
 
 
-def test_without_helpers_one_thread_does_all(none_yet, monkeypatch):
-    def refuse(thread):
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    done = []
-    run_pieces(lambda item: done.append((item, threading.get_ident())), range(4), 3)
-
-    assert sorted(done) == [(item, threading.get_ident()) for item in range(4)]
-    assert helpers._waiting.empty()
-
-
 def test_calls_elsewhere_run_on_other_threads(none_yet):
     seen = []
     for call in helpers.run_elsewhere(lambda: seen.append(threading.get_ident()), 3):
@@ -49,15 +41,16 @@ def test_calls_elsewhere_run_on_other_threads(none_yet):
     assert threading.get_ident() not in seen
 
 
-def test_a_call_elsewhere_is_made_here_if_no_thread_can_start(none_yet, monkeypatch):
+def test_if_no_thread_can_start_one_does_all(none_yet, monkeypatch):
     def refuse(thread):
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    seen = []
-
-    assert not helpers.run_elsewhere(lambda: seen.append(1), 3)
-    assert seen == [1]
+    done, here = [], threading.get_ident()
+    run_pieces(lambda item: done.append((item, threading.get_ident())), range(4), 3)
+    assert sorted(done) == [(item, here) for item in range(4)]
+    assert not helpers.run_elsewhere(lambda: done.append("call"), 3)
+    assert done[-1] == "call"
 
 
 def test_a_piece_that_no_helper_begins_is_done_by_the_caller(none_yet):
@@ -107,3 +100,51 @@ def test_after_a_fork_there_are_new_ones(none_yet):
     run_pieces(lambda _: together.wait(WAIT), range(2), 1)
 
     assert ended not in helpers._threads
+
+
+def test_nap_ends_when_another_thread_says_so():
+    wake, result = Wake(), []
+    thread = threading.Thread(target=lambda: result.append(wake.nap(WAIT)))
+    thread.start()
+    wake.wake()
+    thread.join(WAIT)
+
+    assert result == [True]
+
+
+def test_calls_before_a_nap_count_as_one():
+    wake = Wake()
+    wake.wake()
+    wake.wake()
+
+    assert wake.nap(0.0)
+    assert not wake.nap(0.0)
+
+
+def test_wait_ends_with_the_change():
+    change, happened = Change(made_here=True), []
+    begun = threading.Event()
+
+    def fact():
+        begun.set()
+        return bool(happened)
+
+    thread = threading.Thread(
+        target=change.wait, args=(fact, Deadline(WAIT, "test"), str)
+    )
+    thread.start()
+    assert begun.wait(WAIT)
+    # Nothing has happened yet: the wait goes on.
+    change.announce()
+    happened.append(True)
+    change.announce()
+    thread.join(WAIT)
+
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("made_here", [True, False])
+def test_wait_has_a_limit(made_here):
+    change = Change(made_here=made_here)
+    with pytest.raises(WaitTimeoutError, match=r"waited .* for an answer"):
+        change.wait(lambda: False, Deadline(0.01, "test"), lambda: "an answer")

@@ -14,43 +14,10 @@ Environment:
 
 from __future__ import annotations
 
-from numpy import (
-    bool_,
-    can_cast,
-    complex64,
-    complex128,
-    dtype,
-    e,
-    finfo,
-    float16,
-    float32,
-    float64,
-    floating,
-    generic,
-    iinfo,
-    inf,
-    int8,
-    int16,
-    int32,
-    int64,
-    integer,
-    issubdtype,
-    nan,
-    newaxis,
-    number,
-    pi,
-    promote_types,
-    uint8,
-    uint16,
-    uint32,
-    uint64,
-)
-
 from . import _routines, cuda, linalg, random
 from ._ndarray import from_dlpack, ndarray
 from ._raw import RawKernel, RawModule
 from ._routines import *  # noqa: F403
-from .cuda import is_available
 
 __version__ = "14.0.simulated"
 
@@ -58,39 +25,9 @@ __all__ = [
     *_routines.__all__,
     "RawKernel",
     "RawModule",
-    "bool_",
-    "can_cast",
-    "complex64",
-    "complex128",
     "cuda",
-    "dtype",
-    "e",
-    "finfo",
-    "float16",
-    "float32",
-    "float64",
-    "floating",
     "from_dlpack",
-    "generic",
-    "iinfo",
-    "inf",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "integer",
-    "is_available",
-    "issubdtype",
     "linalg",
-    "nan",
     "ndarray",
-    "newaxis",
-    "number",
-    "pi",
-    "promote_types",
     "random",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
 ]

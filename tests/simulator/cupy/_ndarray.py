@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import operator
 import sys
@@ -46,9 +45,6 @@ class Flags:
     def __getitem__(self, name):
         return getattr(self, name.lower())
 
-    def __repr__(self):
-        return "\n".join(f"  {name.upper()} : {on}" for name, on in vars(self).items())
-
 
 def _binary(function, *, swap=False):
     def method(self, other):
@@ -75,7 +71,6 @@ def _scalar(convert):
 
 
 def from_dlpack(array):
-    """Return an array of the memory of another library's on a device."""
     kind, number = array.__dlpack_device__()
     if kind != _dlpack.CUDA:
         raise ValueError(f"Unsupported array type: {kind}")
@@ -140,7 +135,6 @@ class ndarray:
 
     @property
     def data(self):
-        """Where it begins."""
         offset = self._host.ctypes.data - self._memory.ptr if self._memory.size else 0
         return memory.MemoryPointer(self._memory, offset)
 
@@ -155,27 +149,20 @@ class ndarray:
     def __repr__(self):
         return repr(self.get())
 
-    def __str__(self):
-        return str(self.get())
-
     # To and from the host.
 
     def get(self, stream=None, order="C", out=None, blocking=True):
-        """Return a copy in host memory."""
         return _transfer.get(self, stream, order, out, blocking)
 
     def set(self, arr, stream=None):
-        """Copy from host memory."""
         _transfer.set(self, arr, stream)
 
     def item(self):
-        """Return the only element."""
         if self.size != 1:
             raise ValueError("can only convert an array of size 1 to a Python scalar")
         return self.get().item()
 
     def tolist(self):
-        """Return the elements as lists."""
         return self.get().tolist()
 
     def __array__(self, dtype=None):
@@ -189,20 +176,7 @@ class ndarray:
             )
         return bool(self.get())
 
-    __int__, __float__, __complex__ = _scalar(int), _scalar(float), _scalar(complex)
-
-    @property
-    def __cuda_array_interface__(self):
-        pointer = get_current_stream().ptr
-        return {
-            "shape": self.shape,
-            "typestr": self.dtype.str,
-            "descr": self.dtype.descr,
-            "stream": pointer if pointer else 1,
-            "version": 3,
-            "strides": None if self._host.flags.c_contiguous else self.strides,
-            "data": (self.data.ptr, False),
-        }
+    __int__, __float__ = _scalar(int), _scalar(float)
 
     def __dlpack_device__(self):
         return _dlpack.CUDA, self._memory.device_id
@@ -227,13 +201,11 @@ class ndarray:
     # Views and copies.
 
     def copy(self, order="C"):
-        """Return a copy."""
         new = _compute.new(self.shape, self.dtype, order)
         _indexing.assign(new, new._host, self)
         return new
 
     def astype(self, dtype, order="K", casting=None, subok=None, copy=True):
-        """Return a copy of another dtype."""
         if casting is not None:
             raise TypeError("casting is not supported yet")
         dtype = np.dtype(dtype)
@@ -244,18 +216,15 @@ class ndarray:
         return new
 
     def view(self, dtype=None):
-        """Return the same memory, as another dtype."""
         if dtype is None:
             return self._view(self._host.view())
         return self._view(self._host.view(dtype))
 
     def reshape(self, *shape, order="C"):
-        """Return a view of another shape, or a copy."""
         shape = shape[0] if len(shape) == 1 else shape
         return self._view_or_copy(lambda host: host.reshape(shape, order=order))
 
     def ravel(self, order="C"):
-        """Return a view of one dimension, or a copy."""
         return self.reshape(-1, order=order)
 
     def _view_or_copy(self, change):
@@ -265,17 +234,8 @@ class ndarray:
         # NumPy copied, now; the device does it later.
         return late(change, self)
 
-    def flatten(self, order="C"):
-        """Return a copy of one dimension."""
-        return late(lambda host: host.flatten(order), self)
-
     def transpose(self, *axes):
-        """Return a view with its axes in another order."""
         return self._view(self._host.transpose(*axes))
-
-    def squeeze(self, axis=None):
-        """Return a view without axes of one element."""
-        return self._view(self._host.squeeze(axis))
 
     def __getitem__(self, index):
         return _indexing.get(self, index)
@@ -284,7 +244,6 @@ class ndarray:
         _indexing.put(self, index, value)
 
     def fill(self, value):
-        """Set all elements."""
         _indexing.assign(self, self._host, value)
 
     def nonzero(self):
@@ -296,19 +255,11 @@ class ndarray:
     def sum(self, axis=None, dtype=None, out=None, keepdims=False):
         return late(np.sum, self, axis=axis, dtype=dtype, out=out, keepdims=keepdims)
 
-    def prod(self, axis=None, dtype=None, out=None, keepdims=None):
-        return late(
-            np.prod, self, axis=axis, dtype=dtype, out=out, keepdims=bool(keepdims)
-        )
-
     def mean(self, axis=None, dtype=None, out=None, keepdims=False):
         return late(np.mean, self, axis=axis, dtype=dtype, out=out, keepdims=keepdims)
 
     def max(self, axis=None, out=None, keepdims=False):
         return late(np.max, self, axis=axis, out=out, keepdims=keepdims)
-
-    def min(self, axis=None, out=None, keepdims=False):
-        return late(np.min, self, axis=axis, out=out, keepdims=keepdims)
 
     def all(self, axis=None, out=None, keepdims=False):
         return late(np.all, self, axis=axis, out=out, keepdims=keepdims)
@@ -319,21 +270,8 @@ class ndarray:
     def argmax(self, axis=None, out=None, dtype=None, keepdims=False):
         return late(np.argmax, self, axis=axis, out=out, keepdims=keepdims)
 
-    def argmin(self, axis=None, out=None, dtype=None, keepdims=False):
-        return late(np.argmin, self, axis=axis, out=out, keepdims=keepdims)
-
-    def clip(self, min=None, max=None, out=None):
-        return late(functools.partial(np.clip, a_min=min, a_max=max), self, out=out)
-
-    def dot(self, b, out=None):
-        """Return the product of matrices or vectors."""
-        return late(np.dot, self, b, out=out)
-
     def __matmul__(self, other):
         return late(np.matmul, self, other)
-
-    def __rmatmul__(self, other):
-        return late(np.matmul, other, self)
 
 
 for _name, _function in {

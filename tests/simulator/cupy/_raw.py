@@ -20,31 +20,14 @@ _OLDEST = 75  # that NVRTC 13 compiles for
 class RawModule:
     """The kernels of a CUDA source, compiled when one is asked for."""
 
-    def __init__(
-        self,
-        code=None,
-        *,
-        path=None,
-        options=(),
-        backend="nvrtc",
-        translate_cucomplex=False,
-        enable_cooperative_groups=False,
-        name_expressions=None,
-        jitify=None,
-    ):
-        if (code is None) == (path is None):
-            raise TypeError("Exactly one of `code` and `path` keyword arguments")
-        if code is None or name_expressions is not None:
-            raise NotImplementedError("the simulator takes sources with extern C only")
+    def __init__(self, code=None, *, options=(), backend="nvrtc"):
         self.code, self.options, self.backend = code, tuple(options), backend
         self._module = None
 
     def compile(self, log_stream=None):
-        """Compile now."""
         self._built()
 
     def get_function(self, name):
-        """Return a kernel."""
         if name not in self._built().names:
             raise CUDADriverError(500)
         kernel = RawKernel(self.code, name, self.options, self.backend)
@@ -76,23 +59,12 @@ def _build(code, options, backend, capability):
 class RawKernel:
     """A kernel of a CUDA source."""
 
-    def __init__(
-        self,
-        code,
-        name,
-        options=(),
-        backend="nvrtc",
-        translate_cucomplex=False,
-        *,
-        enable_cooperative_groups=False,
-        jitify=None,
-    ):
+    def __init__(self, code, name, options=(), backend="nvrtc"):
         self.code, self.name = code, name
         self.options, self.backend = tuple(options), backend
         self._module = None
 
     def compile(self, log_stream=None):
-        """Compile now."""
         if self._module is None:
             made = RawModule(code=self.code, options=self.options)
             self._module = made.get_function(self.name)._module

@@ -108,10 +108,6 @@ def zeros_like(a, dtype=None, order="K", subok=None, shape=None):
     return full_like(a, 0, dtype, order, None, shape)
 
 
-def ones_like(a, dtype=None, order="K", subok=None, shape=None):
-    return full_like(a, 1, dtype, order, None, shape)
-
-
 def array(obj, dtype=None, copy=True, order="K", subok=False, ndmin=0):
     if not isinstance(obj, ndarray):
         if isinstance(obj, (list, tuple)) and ndarray in map(type, obj):
@@ -146,11 +142,7 @@ def arange(start, stop=None, step=1, dtype=None):
     return _transfer.array(np.arange(first, last, step, dtype))
 
 
-def copy(a, order="K"):
-    return a.copy("F" if order in ("K", "A") and a._host.flags.fnc else "C")
-
-
-def copyto(dst, src, casting="same_kind", where=None):
+def copyto(dst, src, casting="same_kind"):
     if not isinstance(dst, ndarray):
         raise TypeError(f"Unsupported type {type(dst)}")
     if isinstance(src, np.ndarray) and src.ndim:
@@ -160,55 +152,7 @@ def copyto(dst, src, casting="same_kind", where=None):
         raise TypeError(
             f"Cannot cast {source} to {dst.dtype} in {casting} casting mode"
         )
-    if where is None:
-        _indexing.assign(dst, dst._host, src)
-    else:
-        late(_first, src, dst, out=dst, where=where, casting="unsafe")
-
-
-def _first(source, target):
-    return np.broadcast_to(source, target.shape)
-
-
-# Shapes.
-
-
-def ndim(a):
-    return a.ndim if isinstance(a, ndarray) else np.ndim(a)
-
-
-def shape(a):
-    return a.shape if isinstance(a, ndarray) else np.shape(a)
-
-
-def size(a, axis=None):
-    if isinstance(a, ndarray):
-        return a.size if axis is None else a.shape[axis]
-    return np.size(a, axis)
-
-
-def reshape(a, newshape, order="C"):
-    return a.reshape(newshape, order=order)
-
-
-def ravel(a, order="C"):
-    return a.ravel(order)
-
-
-def transpose(a, axes=None):
-    return a.T if axes is None else a.transpose(*axes)
-
-
-def squeeze(a, axis=None):
-    return a.squeeze(axis)
-
-
-def expand_dims(a, axis):
-    return a._view(np.expand_dims(a._host, axis))
-
-
-def broadcast_to(array, shape):
-    return array._view(np.broadcast_to(array._host, shape))
+    _indexing.assign(dst, dst._host, src)
 
 
 def concatenate(tup, axis=0, out=None, *, dtype=None, casting="same_kind"):
@@ -236,42 +180,6 @@ def sum(a, axis=None, dtype=None, out=None, keepdims=False):
     return a.sum(axis, dtype, out, keepdims)
 
 
-def prod(a, axis=None, dtype=None, out=None, keepdims=False):
-    return a.prod(axis, dtype, out, keepdims)
-
-
-def mean(a, axis=None, dtype=None, out=None, keepdims=False):
-    return a.mean(axis, dtype, out, keepdims)
-
-
-def max(a, axis=None, out=None, keepdims=False):
-    return a.max(axis, out, keepdims)
-
-
-def min(a, axis=None, out=None, keepdims=False):
-    return a.min(axis, out, keepdims)
-
-
-def all(a, axis=None, out=None, keepdims=False):
-    return a.all(axis, out, keepdims)
-
-
-def any(a, axis=None, out=None, keepdims=False):
-    return a.any(axis, out, keepdims)
-
-
-def argmax(a, axis=None, dtype=None, out=None, keepdims=False):
-    return a.argmax(axis, out, dtype, keepdims)
-
-
-def argmin(a, axis=None, dtype=None, out=None, keepdims=False):
-    return a.argmin(axis, out, dtype, keepdims)
-
-
-def count_nonzero(a, axis=None):
-    return late(np.count_nonzero, a, axis=axis)
-
-
 def dot(a, b, out=None):
     return late(np.dot, *_only_arrays((a, b)), out=out)
 
@@ -283,74 +191,8 @@ def matmul(*args, out=None):
 # Questions and choices.
 
 
-def where(condition, x=None, y=None):
-    if x is None and y is None:
-        return condition.nonzero()
-    return late(np.where, condition, x, y)
-
-
-def clip(a, a_min=None, a_max=None, out=None):
-    return a.clip(a_min, a_max, out)
-
-
-def nonzero(a):
-    return a.nonzero()
-
-
 def flatnonzero(a):
     return a.ravel().nonzero()[0]
-
-
-def take(a, indices, axis=None, out=None):
-    indices = indices if isinstance(indices, ndarray) else _transfer.array(indices)
-    return late(lambda host, i: host.take(i, axis, mode="wrap"), a, indices, out=out)
-
-
-def unique(ar):
-    return _transfer.array(np.unique(ar.get()))
-
-
-def isclose(a, b, rtol=1e-5, atol=1e-8, equal_nan=False):
-    return late(np.isclose, a, b, rtol=rtol, atol=atol, equal_nan=equal_nan)
-
-
-def allclose(a, b, rtol=1e-5, atol=1e-8, equal_nan=False):
-    return isclose(a, b, rtol, atol, equal_nan).all()
-
-
-def array_equal(a1, a2, equal_nan=False):
-    return late(np.array_equal, a1, a2, equal_nan=equal_nan)
-
-
-def shares_memory(a, b, max_work=None):
-    return _shared(np.shares_memory, a, b)
-
-
-def may_share_memory(a, b, max_work=None):
-    return _shared(np.may_share_memory, a, b)
-
-
-def _shared(question, a, b):
-    both = [isinstance(each, ndarray) for each in (a, b)]
-    if both == [False, False]:
-        return question(a, b)
-    return both == [True, True] and bool(question(a._host, b._host))
-
-
-def get_array_module(*args):
-    import sys
-
-    found = [isinstance(each, ndarray) for each in args]
-    return sys.modules[__package__] if True in found else np
-
-
-def result_type(*arrays_and_dtypes):
-    return np.result_type(
-        *(
-            each.dtype if isinstance(each, ndarray) else each
-            for each in arrays_and_dtypes
-        )
-    )
 
 
 def get_default_memory_pool():

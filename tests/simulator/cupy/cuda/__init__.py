@@ -8,7 +8,6 @@ from . import (
     driver,
     memory,
     nccl,
-    nvrtc,
     pinned_memory,
     runtime,
     stream,
@@ -29,7 +28,6 @@ __all__ = [
     "PinnedMemoryPointer",
     "Stream",
     "UnownedMemory",
-    "alloc",
     "alloc_pinned_memory",
     "compiler",
     "device",
@@ -37,24 +35,9 @@ __all__ = [
     "get_current_stream",
     "get_device_id",
     "get_elapsed_time",
-    "is_available",
     "memory",
     "nccl",
-    "nvrtc",
     "pinned_memory",
     "runtime",
     "stream",
 ]
-
-
-def alloc(size):
-    """Return new device memory."""
-    return MemoryPointer(Memory(size), 0)
-
-
-def is_available():
-    """Whether there is a device."""
-    try:
-        return runtime.getDeviceCount() > 0
-    except runtime.CUDARuntimeError:
-        return False

@@ -12,7 +12,3 @@ class CompileException(Exception):
         self.source, self.name = source, name
         self.options, self.backend = options, backend
         super().__init__(msg)
-
-    def get_message(self):
-        """Return the compiler's text."""
-        return self.args[0]

@@ -23,7 +23,6 @@ def _count():
 
 
 def get_device_id():
-    """Return the number of this thread's current device."""
     _count()
     return getattr(_current, "number", 0)
 
@@ -41,17 +40,11 @@ class Device:
         self.id = get_device_id() if device is None else int(device)
         self._before = []
 
-    def __int__(self):
-        return self.id
-
     def __eq__(self, other):
         return isinstance(other, Device) and self.id == other.id
 
     def __hash__(self):
         return hash(self.id)
-
-    def __repr__(self):
-        return f"<CUDA Device {self.id}>"
 
     def __enter__(self):
         before = get_device_id()
@@ -63,11 +56,9 @@ class Device:
         _use(self._before.pop())
 
     def use(self):
-        """Make it this thread's current device."""
         _use(self.id)
 
     def synchronize(self):
-        """Wait for all its streams."""
         _check(self.id)
         _queues.synchronize_device(self.id)
 
@@ -75,17 +66,7 @@ class Device:
     def attributes(self):
         """What the driver says about it; a few."""
         _check(self.id)
-        return {
-            "MaxBlockDimX": 1024,
-            "MaxGridDimX": 2147483647,
-            "MaxGridDimY": 65535,
-            "MaxGridDimZ": 65535,
-            "MaxSharedMemoryPerBlock": 49152,
-            "MaxThreadsPerBlock": 1024,
-            "MaxThreadsPerMultiProcessor": 2048,
-            "MultiProcessorCount": 2,
-            "WarpSize": 32,
-        }
+        return {"MultiProcessorCount": 2}
 
     @property
     def pci_bus_id(self):
@@ -95,13 +76,11 @@ class Device:
 
     @property
     def compute_capability(self):
-        """Two or three digits."""
         _check(self.id)
         return os.environ.get("CUPY_SIMULATOR_ARCH", "90")
 
     @property
     def mem_info(self):
-        """Bytes free, bytes in all."""
         from .memory import _used_bytes
 
         _check(self.id)

@@ -124,7 +124,6 @@ class BaseMemory:
 
     @property
     def device(self):
-        """Where it is."""
         return Device(self.device_id)
 
 
@@ -160,51 +159,15 @@ class MemoryPointer:
         self.mem, self.ptr = mem, mem.ptr + offset
 
     @property
-    def device(self):
-        """Where it is."""
-        return self.mem.device
-
-    @property
     def device_id(self):
-        """Number of the device."""
         return self.mem.device_id
-
-    def __int__(self):
-        return self.ptr
-
-    def __add__(self, offset):
-        return MemoryPointer(self.mem, self.ptr + offset - self.mem.ptr)
-
-    __radd__ = __add__
-
-    def __sub__(self, offset):
-        return self + -offset
-
-    def __repr__(self):
-        return f"<MemoryPointer {self.ptr:#x} device={self.device_id} mem={self.mem!r}>"
 
 
 class MemoryPool:
     """The pool of all devices."""
 
-    def __init__(self, allocator=None):
-        pass
-
-    def malloc(self, size):
-        """Return new memory."""
-        return MemoryPointer(Memory(size), 0)
-
     def used_bytes(self):
-        """Return the bytes in use on the current device."""
         return _used_bytes(get_device_id())
-
-    def free_bytes(self):
-        """Return the bytes that wait for the next array."""
-        return _free_bytes()
-
-    def total_bytes(self):
-        """Return both."""
-        return self.used_bytes() + self.free_bytes()
 
     def free_all_blocks(self, stream=None):
         """Free unused memory; wait for all devices."""

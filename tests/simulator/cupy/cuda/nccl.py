@@ -24,7 +24,6 @@ from .memory import _on_device
 from .stream import _queue_of
 
 __all__ = [
-    "NCCL_FLOAT16",
     "NCCL_FLOAT32",
     "NCCL_FLOAT64",
     "NCCL_SUM",
@@ -36,8 +35,8 @@ __all__ = [
 
 available = True
 NCCL_SUM = 0
-NCCL_FLOAT16, NCCL_FLOAT32, NCCL_FLOAT64 = 6, 7, 8
-_DTYPES = {NCCL_FLOAT16: "f2", NCCL_FLOAT32: "f4", NCCL_FLOAT64: "f8"}
+NCCL_FLOAT32, NCCL_FLOAT64 = 7, 8
+_DTYPES = {NCCL_FLOAT32: "f4", NCCL_FLOAT64: "f8"}
 _ID_BYTES = 128
 # Seconds until a rank that waits for another one raises an error; NCCL waits on.
 _PATIENCE = 60.0
@@ -118,7 +117,6 @@ class NcclCommunicator:
         return None
 
     def allReduce(self, sendbuf, recvbuf, count, datatype, op, stream):
-        """Queue a sum of vectors, given their addresses."""
         if self._state != "open":
             raise NcclError(4, self._state)
         if datatype not in _DTYPES or op != NCCL_SUM:
@@ -189,15 +187,3 @@ class NcclCommunicator:
     def __del__(self):
         if getattr(self, "_state", "") == "open":
             self.destroy()
-
-    def size(self):
-        """Return the number of ranks."""
-        return self._size
-
-    def rank_id(self):
-        """Return the rank."""
-        return self._rank
-
-    def device_id(self):
-        """Return the number of the device."""
-        return self._device

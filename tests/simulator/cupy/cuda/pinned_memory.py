@@ -71,7 +71,6 @@ class PinnedMemoryPointer(metaclass=_Meta):
 
 
 def alloc_pinned_memory(size):
-    """Return pinned memory of at least that many bytes."""
     size = max(512, 1 << (size - 1).bit_length()) if size > 0 else 512
     return PinnedMemoryPointer(PinnedMemory(size), 0)
 

@@ -8,7 +8,6 @@ from .._errors import CUDARuntimeError
 from . import pinned_memory
 from .device import Device, _count, get_device_id
 from .memory import _on_device
-from .stream import _queue_of
 
 __all__ = [
     "CUDARuntimeError",
@@ -19,16 +18,11 @@ __all__ = [
     "getDeviceProperties",
     "hostRegister",
     "hostUnregister",
-    "memcpy",
-    "memcpyAsync",
     "memcpyDefault",
     "memcpyDeviceToDevice",
     "memcpyDeviceToHost",
     "memcpyHostToDevice",
     "memcpyHostToHost",
-    "runtimeGetVersion",
-    "setDevice",
-    "streamSynchronize",
 ]
 
 memcpyHostToHost = 0
@@ -39,30 +33,15 @@ memcpyDefault = 4
 
 
 def getDeviceCount():
-    """Return the number of devices."""
     return _count()
 
 
 def getDevice():
-    """Return the number of the current device."""
     return get_device_id()
 
 
-def setDevice(device):
-    """Make a device the current one."""
-    Device(device).use()
-
-
 def getDeviceProperties(device):
-    """Return a few properties."""
-    capability = Device(device).compute_capability
-    return {
-        "name": b"Simulated device",
-        "major": int(capability[:-1]),
-        "minor": int(capability[-1]),
-        "multiProcessorCount": Device(device).attributes["MultiProcessorCount"],
-        "totalGlobalMem": Device(device).mem_info[1],
-    }
+    return {"name": b"Simulated device"}
 
 
 def driverGetVersion():
@@ -73,43 +52,18 @@ def driverGetVersion():
         return 0
 
 
-def runtimeGetVersion():
-    """Return the version of the runtime."""
-    return 13000
-
-
 def deviceSynchronize():
-    """Wait for all streams of the current device."""
     Device().synchronize()
 
 
-def streamSynchronize(stream):
-    """Wait for a stream, given its address."""
-    _queue_of(stream).synchronize()
-
-
 def hostRegister(ptr, size, flags):
-    """Pin host memory."""
     get_device_id()
     pinned_memory._register(ptr, size)
 
 
 def hostUnregister(ptr):
-    """Make it ordinary memory again."""
     get_device_id()
     pinned_memory._unregister(ptr)
-
-
-def memcpyAsync(dst, src, size, kind, stream):
-    """Copy bytes; how far the host waits depends on what memory it is."""
-    _copy_bytes(dst, src, size, kind, _queue_of(stream))
-
-
-def memcpy(dst, src, size, kind):
-    """Copy bytes in the null stream, and wait."""
-    queue = _queue_of(0)
-    _copy_bytes(dst, src, size, kind, queue)
-    queue.synchronize()
 
 
 def _copy_bytes(target, source, size, kind, queue):

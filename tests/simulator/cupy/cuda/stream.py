@@ -51,7 +51,6 @@ class Stream:
 
     @classmethod
     def from_external(cls, obj):
-        """Return a stream that exists already, of the current device."""
         _, ptr = obj.__cuda_stream__()
         stream = cls.__new__(cls)
         stream.device_id, stream.ptr, stream._default = get_device_id(), ptr, None
@@ -73,9 +72,6 @@ class Stream:
     def __hash__(self):
         return hash(self.ptr)
 
-    def __repr__(self):
-        return f"<Stream {self.ptr:#x} (device {self.device_id})>"
-
     def __enter__(self):
         self._before.append(get_current_stream())
         return self.use()
@@ -84,7 +80,6 @@ class Stream:
         _table()[get_device_id()] = self._before.pop()
 
     def use(self):
-        """Make it the current stream of this thread and device."""
         device = get_device_id()
         if self._own is not None and self.device_id != device:
             raise RuntimeError(f"This stream was not created on device {device}")
@@ -93,20 +88,12 @@ class Stream:
 
     @property
     def done(self):
-        """Whether all that was queued here has run."""
         return self._queue.done()
 
-    @property
-    def is_non_blocking(self):
-        """Whether it is free from the null stream."""
-        return self._queue.kind == "free"
-
     def synchronize(self):
-        """Wait for all that was queued here."""
         self._queue.synchronize()
 
     def record(self, event=None):
-        """Let an event happen when all that was queued so far has run."""
         event = Event() if event is None else event
         event.record(self)
         return event
@@ -127,7 +114,6 @@ class Event:
         self._queue, self._number, self._time = None, 0, [None]
 
     def record(self, stream=None):
-        """Take the place after all that was queued so far in a stream."""
         stamp = self._time = [None]
         self._queue = (stream or get_current_stream())._queue
         self._number = self._queue.put(lambda: _stamp(stamp))
@@ -138,7 +124,6 @@ class Event:
         return self._queue is None or self._queue.done(self._number)
 
     def synchronize(self):
-        """Wait until the stream gets there."""
         if self._queue is not None:
             self._queue.synchronize(self._number)
 
@@ -148,7 +133,6 @@ def _stamp(stamp):
 
 
 def get_elapsed_time(start_event, end_event):
-    """Return the milliseconds between two events that have happened."""
     if not (start_event._timed and end_event._timed):
         raise CUDARuntimeError(400)
     begin, end = start_event._time[0], end_event._time[0]
@@ -158,7 +142,6 @@ def get_elapsed_time(start_event, end_event):
 
 
 def get_current_stream(device_id=-1):
-    """Return the current stream of this thread on a device, the current one."""
     device = get_device_id() if device_id == -1 else device_id
     return _table().get(device, Stream.null)
 

@@ -10,5 +10,4 @@ __all__ = ["norm"]
 
 
 def norm(x, ord=None, axis=None, keepdims=False):
-    """Return a norm, as late as all work."""
     return late(np.linalg.norm, x, ord=ord, axis=axis, keepdims=keepdims)

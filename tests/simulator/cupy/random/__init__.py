@@ -21,17 +21,10 @@ class Generator:
     def standard_normal(self, size=None, dtype=np.float64):
         return self._array(self._numpy.standard_normal(size), dtype)
 
-    def random(self, size=None, dtype=np.float64):
-        return self._array(self._numpy.random(size), dtype)
-
-    def uniform(self, low=0.0, high=1.0, size=None, dtype=np.float64):
-        return self._array(self._numpy.uniform(low, high, size), dtype)
-
     def integers(self, low, high=None, size=None, dtype=np.int64, endpoint=False):
         drawn = self._numpy.integers(low, high, size, dtype, endpoint)
         return self._array(drawn, dtype)
 
 
 def default_rng(seed=None):
-    """Return a generator."""
     return Generator(np.random.default_rng(seed).bit_generator)

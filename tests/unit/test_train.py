@@ -1,12 +1,17 @@
-"""The model of ``hpcaccum train``, and how its data is prepared."""
+"""``hpcaccum train``: its model and data, and what it prints."""
 
 from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
 
 import numpy as np
 import pytest
 
 from hpcaccum.train.data import batches, prepare
 from hpcaccum.train.model import MLP
+from hpcaccum.train.report import Progress, Record, Result, saved
 
 
 @pytest.fixture
@@ -43,14 +48,6 @@ def test_a_model_that_knows_nothing_has_the_loss_of_guessing(mlp):
     assert mlp.evaluate(x, y) == (pytest.approx(np.log(3)), 1)
 
 
-def test_large_scores_do_not_overflow(mlp):
-    for variable in mlp.variables:
-        variable.value[...] *= 1e4
-    x, y = np.ones((10, 4)), np.zeros(10, int)
-
-    assert np.isfinite(mlp.loss_and_gradients(x, y)[0])
-
-
 def test_evaluation_in_pieces_is_the_same(mlp):
     rng = np.random.default_rng(2)
     x, y = rng.standard_normal((10_000, 4)), rng.integers(0, 3, 10_000)
@@ -58,13 +55,6 @@ def test_evaluation_in_pieces_is_the_same(mlp):
 
     assert loss == pytest.approx(mlp.loss_and_gradients(x, y)[0])
     assert 0 < accuracy < 1
-
-
-def test_the_same_seed_gives_the_same_weights():
-    one, two, other = (MLP((4, 3), seed) for seed in (5, 5, 6))
-
-    assert np.array_equal(one.variables[0].value, two.variables[0].value)
-    assert not np.array_equal(one.variables[0].value, other.variables[0].value)
 
 
 def test_labels_may_be_any_integers():
@@ -89,3 +79,74 @@ def test_batches_continue_where_an_earlier_job_was(batch, start):
         (x1, y1), (x2, y2) = next(whole), next(rest)
         assert np.array_equal(x1, x2)
         assert np.array_equal(y1, y2)
+
+
+# What it prints: few lines of progress, with the time left; tables
+
+
+def shown(times, epochs):
+    """Return the lines for one record an epoch, at these times."""
+    lines = []
+    progress = Progress(lines.append, "agn", epochs)
+    for epoch, seconds in times:
+        progress.show(Record("agn", seconds, epoch, epoch, None, 1.0, 0.5))
+    return lines
+
+
+def test_lines_come_when_the_time_has_doubled():
+    lines = shown([(second, float(second)) for second in range(101)], 100)
+    epochs = [int(re.search(r"epoch (\d+) of 100", line)[1]) for line in lines]
+
+    assert epochs == [0, 1, 2, 4, 8, 16, 32, 64, 100]
+    assert re.match(r"\d\d:\d\d:\d\d agn: epoch 1 of 100, 1.0 s, 99 s left, ", lines[1])
+    assert " left" not in lines[0] + lines[-1]
+
+
+def test_lines_of_a_long_job_come_every_10_minutes():
+    lines = shown([(minute, 60.0 * minute) for minute in range(1000)], 2000)
+    epochs = [int(re.search(r"epoch (\d+) of", line)[1]) for line in lines]
+
+    assert epochs[:8] == [0, 1, 2, 4, 8, 16, 26, 36]
+    assert "996 of 2000" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("done", "seconds", "text"),
+    [
+        (50, 30.0, "30 s left"),
+        (1, 60.0, "99 min left"),
+        (1, 3600.0, "99.0 h left"),
+    ],
+)
+def test_time_left(done, seconds, text):
+    assert text in shown([(0, 0.0), (done, seconds)], 100)[-1]
+
+
+def test_a_resumed_job_counts_its_own_epochs():
+    # 10 epochs in 10 s; the first 80 were made by another job.
+    assert "10 s left" in shown([(80, 0.0), (90, 10.0)], 100)[-1]
+
+
+def result(**facts):
+    known = dict.fromkeys(field.name for field in dataclasses.fields(Result))
+    return Result(**(known | {"updates": 9, "target": 9, "resumed_at": 0} | facts))
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [
+        ({}, "checkpoints: s; update 9, from the start"),
+        (
+            {"resumed_at": 9, "target": 7},
+            "checkpoints: s; update 9, resumed at 9; it was complete before: more "
+            "--epochs continue it",
+        ),
+        (
+            {"resumed_at": 4, "updates": 6, "stopped": 75},
+            "checkpoints: s; update 6, resumed at 4; stopped before 9 (--resume "
+            "continues)",
+        ),
+    ],
+)
+def test_where_a_run_ended(facts, text):
+    assert saved(result(**facts), argparse.Namespace(save="s")) == text

@@ -1,0 +1,156 @@
+"""Schedules: which is chosen, how a buffer is cut; signatures in what is summed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from hpcaccum import InvalidArgumentError, Layout
+from hpcaccum.reducer import selection
+from hpcaccum.reducer.schedule import Case, Readiness, cut
+from hpcaccum.reducer.signature import Digits
+from hpcaccum.reducer.two_shot import stripe
+
+KIB = 1 << 10
+ONE = Case(4, 1, 1, KIB, None, None, cuda_aware=False)
+SEVERAL = ONE._replace(nodes=2)
+SINGLES = ONE._replace(nodes=4)
+LARGE = {"nbytes": 512 * KIB}
+WIRE = {"wire_dtype": np.dtype(np.float16)}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "case", "expected"),
+    [
+        ("auto", ONE, "OneShot"),
+        ("auto", ONE._replace(nbytes=32 * KIB), "OneShot"),
+        ("auto", ONE._replace(nbytes=33 * KIB), "TwoShot"),
+        ("auto", ONE._replace(bucket_bytes=KIB), "TwoShot"),
+        ("auto", ONE._replace(**WIRE), "OneShot"),
+        ("auto", SEVERAL, "SmallFlat"),
+        ("auto", SEVERAL._replace(nbytes=65 * KIB), "Flat"),
+        ("auto", SEVERAL._replace(nbytes=2 * KIB, bucket_bytes=KIB), "Flat"),
+        ("auto", SEVERAL._replace(**LARGE), "Hierarchical"),
+        ("auto", SEVERAL._replace(**WIRE), "Hierarchical"),
+        ("auto", SINGLES._replace(**LARGE), "Flat"),
+        ("auto", SINGLES._replace(**LARGE, **WIRE), "Hierarchical"),
+        ("shared", ONE, "OneShot"),
+        ("shared", ONE._replace(**LARGE), "TwoShot"),
+        ("hierarchical", ONE, "OneShot"),
+        ("hierarchical", ONE._replace(**LARGE, **WIRE), "TwoShot"),
+        ("hierarchical", SEVERAL, "Hierarchical"),
+        ("hierarchical", SINGLES, "Hierarchical"),
+        ("flat", ONE, "SmallFlat"),
+        ("flat", SEVERAL._replace(**LARGE), "Flat"),
+        ("flat", ONE._replace(cuda_aware=True), "Blocking"),
+        ("nccl", ONE._replace(**LARGE), "Nccl"),
+    ],
+    ids=str,
+)
+def test_choice(schedule, case, expected):
+    assert selection.choose(schedule, case).__name__ == expected
+
+
+def test_shared_memory_needs_one_node():
+    with pytest.raises(
+        InvalidArgumentError, match=r"'shared' needs all ranks on one node, .* on 4"
+    ):
+        selection.choose("shared", SINGLES)
+    with pytest.raises(InvalidArgumentError, match=r"'nccl' needs all ranks on one"):
+        selection.choose("nccl", SEVERAL)
+
+
+def check(schedule, wire_dtype=None, cuda_aware=False):
+    selection.check_schedule(schedule, wire_dtype, cuda_aware, "raise", None)
+
+
+def test_names_are_listed_in_messages():
+    with pytest.raises(InvalidArgumentError, match=r"one of .*'auto', 'shared', 'hier"):
+        check("ring")
+    with pytest.raises(
+        InvalidArgumentError,
+        match="for schedule 'auto', 'shared' or 'hierarchical', not 'flat'",
+    ):
+        check("flat", wire_dtype="float16")
+    with pytest.raises(
+        InvalidArgumentError, match="for schedule 'flat', got 'auto': the others"
+    ):
+        check("auto", cuda_aware=True)
+
+
+# Buckets and stripes
+
+
+@given(st.integers(0, 5000), st.integers(1, 700))
+def test_buckets_are_cut_from_the_end_and_leave_nothing_out(size, most):
+    buckets = cut(size, most)
+
+    assert [n for b in reversed(buckets) for n in range(b.start, b.stop)] == [
+        *range(size)
+    ]
+    assert all(0 < b.stop - b.start <= most for b in buckets)
+    assert all(b.stop - b.start == most for b in buckets[:-1])
+
+
+@given(st.integers(0, 40), st.integers(0, 600), st.integers(1, 9))
+def test_stripes_begin_on_cache_lines_and_leave_nothing_out(first, length, parts):
+    bucket = slice(16 * first, 16 * first + length)
+    stripes = [stripe(bucket, part, parts, 4) for part in range(parts)]
+    covered = [n for s in stripes for n in range(s.start, s.stop)]
+
+    assert covered == [*range(bucket.start, bucket.stop)]
+    assert all(s.start % 16 == 0 for s in stripes if s.start < s.stop)
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.randoms())
+def test_buckets_are_ready_when_all_their_arrays_are(lengths, chance):
+    layout = Layout({str(n): (length,) for n, length in enumerate(lengths)}, "float32")
+    buckets = cut(layout.size, 32)
+    readiness, added = Readiness(layout, buckets), set()
+    for _ in range(2):
+        names = list(layout)
+        chance.shuffle(names)
+        added.clear()
+        for name in names:
+            added.add(name)
+            missing = [
+                any(inside not in added for inside, _, _ in layout.overlaps(bucket))
+                for bucket in buckets
+            ]
+            assert readiness.add(name) == [*missing, True].index(True)
+        readiness.reset()
+
+
+WORDS = st.integers(0, 2**64 - 1)
+
+
+def summed(digits, numbers, dtype):
+    """What MPI's sum gives each rank; None if it depends on the order."""
+    sent = [np.frombuffer(digits.of(number)[0], dtype) for number in numbers]
+    sums = np.sum(sent, 0, np.float64)
+    assert (sums <= 2.0 ** (np.finfo(dtype).nmant + 1)).all()
+    return sums.astype(dtype).tobytes()
+
+
+@given(st.lists(WORDS, min_size=2, max_size=9), st.sampled_from(["f4", "f8"]))
+# The sums are those of the first: 1 + 3 + 2, but 1 + 9 + 4 is more than 3 * 2**2.
+@example([2, 1, 3], "f4")
+def test_only_equal_numbers_agree(numbers, dtype):
+    digits = Digits(len(numbers), np.dtype(dtype))
+    found = summed(digits, numbers, dtype)
+    verdicts = [found == digits.of(number)[1] for number in numbers]
+
+    assert verdicts == [len(set(numbers)) == 1] * len(numbers)
+
+
+@given(WORDS, WORDS)
+@pytest.mark.parametrize("ranks", [1, 2, 258, 259, 74000, 75000, 1 << 20])
+def test_sums_over_many_ranks_are_exact(ranks, number, other):
+    digits = Digits(ranks, np.dtype("f4"))
+    own, most = (np.frombuffer(each, "f4") for each in digits.of(2**64 - 1))
+
+    assert most.max() <= 2**24
+    assert (most == own.astype(float) * ranks).all()
+    assert (digits.of(number)[1] == digits.of(other)[1]) == (number == other)
