@@ -54,8 +54,8 @@ def test_gradients_arrive_while_the_host_computes(comm, rank, size, work, tmp_pa
 def test_switch_interval_is_short_while_it_has_users():
     before = sys.getswitchinterval()
     during = pytest.approx(1e-3)
-    with short_switch_interval:
-        with short_switch_interval:
+    with short_switch_interval():
+        with short_switch_interval():
             assert sys.getswitchinterval() == during
         assert sys.getswitchinterval() == during
     assert sys.getswitchinterval() == pytest.approx(before)
@@ -65,7 +65,7 @@ def test_shorter_switch_interval_of_the_user_is_kept():
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     short = sys.getswitchinterval()
-    with short_switch_interval:
+    with short_switch_interval():
         during = sys.getswitchinterval()
     after = sys.getswitchinterval()
     sys.setswitchinterval(before)

@@ -14,9 +14,8 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum.mpi import Freeable, Group, Objects, duplicate, group_of
+from hpcaccum.mpi import Freeable, Group, duplicate, group_of
 from hpcaccum.mpi.job import shutdown
-from hpcaccum.mpi.life import heartbeat
 from hpcaccum.mpi.memory import windows
 from hpcaccum.mpi.talk.creation import alone
 
@@ -107,7 +106,7 @@ KINDS = [
 def own_end(monkeypatch):
     """Lists of what is to be closed at the end, for this test."""
     # Later tests need it.
-    windows._own_window()
+    windows.memory_barrier()
     monkeypatch.setattr(shutdown, "_open", [])
     monkeypatch.setattr(shutdown, "_ending", False)
 
@@ -163,33 +162,6 @@ def test_at_the_end_all_ranks_free_what_threads_made_in_one_order(comm, rank, ow
     shutdown._close_all()
     for group in groups:
         group.free()
-
-
-def test_a_heartbeat_may_end_while_another_one_begins(comm, monkeypatch):
-    groups = [group_of(comm.Dup()) for _ in "ab"]
-    one, other = (hpc.ConditionalAccumulator("f4", (2,), comm=g) for g in groups)
-    thread, second = heartbeat._thread, Objects.of(groups[1])._heartbeat
-    thread.remove(second)
-
-    class Changed:
-        def set(self):
-            # What the thread does next.
-            with thread._lock:
-                if second not in thread._hearts:
-                    thread._hearts.append(second)
-
-        def wait(self, seconds):
-            time.sleep(0.01)
-
-        def clear(self):
-            pass
-
-    with monkeypatch.context() as patch:
-        patch.setattr(thread, "_changed", Changed())
-        thread.remove(Objects.of(groups[0])._heartbeat)
-        assert second in thread._hearts
-    one.free()
-    other.free()
 
 
 def test_what_must_be_alone_waits_for_no_thread_that_has_not_come(comm, rank):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import re
@@ -221,26 +220,6 @@ def test_error_of_the_look_comes_through():
 
     with pytest.raises(KeyError):
         Deadline(None, "call").wait(broken, lambda: "rain")
-
-
-def test_check_runs_after_each_look():
-    events = []
-
-    def ready():
-        events.append("look")
-        return True if len(events) > 6 else None
-
-    check = functools.partial(events.append, "check")
-    assert Deadline(WAIT, "call").wait(ready, str, check=check)
-    assert events == ["look", "check"] * 3 + ["look"]
-
-
-def test_check_ends_a_wait_that_cannot_succeed():
-    def check():
-        raise KeyError("hopeless")
-
-    with pytest.raises(KeyError, match="hopeless"):
-        Deadline(0, "call").wait(never, lambda: "rain", check=check)
 
 
 def test_block_takes_a_free_lock_at_once():

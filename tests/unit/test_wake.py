@@ -7,9 +7,8 @@ import threading
 import pytest
 
 from hpcaccum import WaitTimeoutError
-from hpcaccum.deadline import Deadline
+from hpcaccum.deadline import Deadline, Wake
 from hpcaccum.server.publisher import Change
-from hpcaccum.wake import Wake
 
 from ..common import WAIT
 
