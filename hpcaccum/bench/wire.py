@@ -12,20 +12,18 @@ from hpcaccum import (
     DropStaleGradientOptimizer,
     SyncReplicasOptimizer,
 )
-from hpcaccum.bench.answers import (
-    WrongAnswerError,
-    check_equal,
-    gradient,
-    sum_of_gradients,
-)
 from hpcaccum.bench.measure import (
     ANY_STALENESS,
     EXCHANGE,
     Case,
     Memory,
+    WrongAnswerError,
+    check_equal,
+    gradient,
     of_one,
     repeated,
     sum_everywhere,
+    sum_of_gradients,
     update_each,
 )
 from hpcaccum.bench.report import Columns, figure
@@ -35,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from hpcaccum import Optimizer
+    from hpcaccum.bench.links import Links
     from hpcaccum.bench.measure import Run
     from hpcaccum.dtypes import Array
 
@@ -141,7 +140,8 @@ class Wire(Case):
         def counted(inner: int) -> list[float]:
             if not self.links or self.links.obstacle:
                 return run(inner)
-            seconds, sent = self.links.during(lambda: run(inner))
+            links: Links = self.links
+            seconds, sent = links.during(lambda: run(inner))
             self._counts.setdefault(name, []).append(sent / inner)
             return seconds
 

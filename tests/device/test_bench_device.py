@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from hpcaccum import group_of
-from hpcaccum.bench.answers import WrongAnswerError
 from hpcaccum.bench.device import DEVICE_BENCHMARKS, check_same
-from hpcaccum.bench.measure import measure, rows
+from hpcaccum.bench.measure import WrongAnswerError, measure, rows
 from hpcaccum.device import kernels
 
 from ..system.conftest import REPOSITORY, run_program

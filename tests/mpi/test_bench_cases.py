@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from hpcaccum import ConditionalAccumulator, Reducer, SyncReplicasOptimizer, group_of
-from hpcaccum.bench.links import RingExchange
-from hpcaccum.bench.measure import Memory, measure, rows
+from hpcaccum.bench.measure import Memory, RingExchange, measure, rows
 from hpcaccum.bench.options import BENCHMARKS, CASES, WIRE
 from hpcaccum.server.publisher import Publisher
 

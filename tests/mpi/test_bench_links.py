@@ -7,8 +7,8 @@ import pytest
 
 from hpcaccum import Group, group_of
 from hpcaccum.bench import links
-from hpcaccum.bench.answers import WrongAnswerError
-from hpcaccum.bench.links import Links, RingExchange
+from hpcaccum.bench.links import Links
+from hpcaccum.bench.measure import RingExchange, WrongAnswerError
 from hpcaccum.bench.wire import FLOOR, IN, LINK, OTHER_IN, OTHER_OUT, OUT, TIME, Wire
 
 pytestmark = pytest.mark.any_size

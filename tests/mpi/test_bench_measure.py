@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 
 from hpcaccum import group_of
-from hpcaccum.bench.answers import WrongAnswerError, check_equal
-from hpcaccum.bench.measure import Kind, apart, measure, repeated, rows
+from hpcaccum.bench.measure import (
+    Kind,
+    WrongAnswerError,
+    apart,
+    check_equal,
+    measure,
+    repeated,
+    rows,
+)
 
 pytestmark = pytest.mark.any_size
 
