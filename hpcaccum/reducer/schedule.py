@@ -346,6 +346,7 @@ class MessageSchedule(Schedule):
         # Kept, as MPI goes on with its memory if this call is given up.
         self._request = request = self._comm.Iallreduce(MPI.IN_PLACE, message)
         test = request.Test
+        # If there is something to do meanwhile, also until that returns True.
         self._wait(test if meanwhile is None else lambda: meanwhile() and test())
         self._note_total(float(message[-1]))
         return message[:-1].tobytes() == sums

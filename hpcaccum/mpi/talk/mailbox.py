@@ -29,7 +29,7 @@ class Tag(IntEnum):
 
 
 class Mailbox:
-    """Sends and receives Python objects over a communicator; no others have its tag.
+    """Sends and receives Python objects over a communicator, with a tag of its own.
 
     Messages of one rank arrive in the order in which they were sent. Those to a rank
     that has died are dropped.
