@@ -1,13 +1,6 @@
 """Gradient exchange for clusters that run MPI.
 
-The path of a gradient through the packages:
-
-- It enters through `optimizers`, or through `ConditionalAccumulator.apply_grad`.
-- It is admitted by `accumulator.protocol`; where each gradient is an update, by
-  `server.bounded_staleness`.
-- It is summed by `accumulator.taker`, or by a schedule of `reducer`.
-- Parameters are updated by a rule of `optimizers.rules`: on the root of a parameter
-  server by `server.loop`, else on every rank.
+docs/architecture.md shows the path of a gradient through the packages.
 """
 
 from __future__ import annotations

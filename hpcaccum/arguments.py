@@ -53,12 +53,7 @@ def integer(value: Any, name: str) -> int:
 
 
 def positive_count(value: Any, name: str) -> int:
-    """Return an integer of at least 1.
-
-    Raises:
-        TypeError: If it is a float or text.
-        InvalidArgumentError: If it is less than 1, None, or several numbers.
-    """
+    """Return an integer of at least 1; a float or a text is a TypeError."""
     if value is None or np.ndim(value) != 0:
         raise InvalidArgumentError(f"{name} must be one integer, got {value!r}")
     try:
@@ -71,11 +66,7 @@ def positive_count(value: Any, name: str) -> int:
 
 
 def positive_weight(value: Any, dtype: np.dtype[Any]) -> float:
-    """Return the weight of gradients that are summed in ``dtype``.
-
-    Raises:
-        InvalidArgumentError: If it is not a number above 0 that has this precision.
-    """
+    """Return the weight of gradients summed in ``dtype``: finite and above 0."""
     if type(value) is float and value == 1.0:
         # Almost always.
         return 1.0
@@ -157,11 +148,7 @@ def gradient_array(grad: Any, dtype: np.dtype[Any], what: str = "gradient") -> A
 
 
 def fitting(what: str, given: Any, own: Array) -> Array:
-    """Return an array of the shape of ``own`` and of any real dtype, for a copy.
-
-    Raises:
-        InvalidArgumentError: If ``given`` is not such an array.
-    """
+    """Return an array of the shape of ``own`` and of any real dtype, for a copy."""
     array = gradient_array(given, own.dtype, what)
     if array.shape != own.shape:
         raise InvalidArgumentError(

@@ -14,8 +14,8 @@ import json
 import logging
 import os
 import re
-import shutil
 import stat
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +28,6 @@ from hpcaccum.device import copyto, is_device, to_host
 from hpcaccum.dtypes import BFLOAT16, Array, check_unmasked
 from hpcaccum.errors import CheckpointError, InvalidArgumentError
 from hpcaccum.files import json_value
-from hpcaccum.save_owner import check, unfinished
 
 logger = logging.getLogger("hpcaccum")
 
@@ -39,6 +38,10 @@ _ARRAY = "array of hpcaccum"
 _SUFFIX = ".safetensors"
 _NAME = re.compile(r"checkpoint-([0-9]+)" + re.escape(_SUFFIX))
 _DTYPES = {BFLOAT16, *map(np.dtype, "?bBhHiIlLefd")}
+# Unlike its number, different from that of any process on any host and at any time.
+_TOKEN = os.urandom(16).hex()
+# The directories that this process has.
+_taken: set[Path] = set()
 # What reading contents raises that `save` does not write; NumPy lacks some types.
 _DAMAGE = AttributeError, OverflowError, TypeError, ValueError
 
@@ -88,10 +91,12 @@ def save(
             raise InvalidArgumentError("pass a state, or objects by name, not both")
         state = {name: _state_of(each) for name, each in objects.items()}
     arrays: dict[str, Array] = {}
-    header = _header(_described(state, "state", arrays), arrays)
+    text = json.dumps(_described(state, "state", arrays))
+    checksum = _checksum(text, arrays)
+    header = {"format": _FORMAT, "state": text, "checksum": checksum}
     place = Path(directory)
     place.mkdir(parents=True, exist_ok=True)
-    check(place)
+    _check_owner(place)
     path = _write(place, arrays, header)
     for earlier in files(place)[:-keep]:
         with contextlib.suppress(FileNotFoundError, IsADirectoryError):
@@ -146,7 +151,7 @@ def _restore(state: Any, objects: Mapping[str, Any]) -> None:
                 f"the checkpoint has no {name!r}, it has {there}"
             )
     copies = [
-        _fitting(name, _array_of(name, each), state[name])
+        _to_copy(name, each, state[name])
         for name, each in objects.items()
         if not hasattr(each, "restore")
     ]
@@ -157,19 +162,14 @@ def _restore(state: Any, objects: Mapping[str, Any]) -> None:
         copyto(array, saved)
 
 
-def _array_of(name: str, each: Any) -> Array:
-    """Return the array of an object that is no optimizer."""
-    array: Array = _state_of(each)
-    if not isinstance(array, np.ndarray) and not is_device(array):
+def _to_copy(name: str, each: Any, saved: Any) -> tuple[Array, Array]:
+    """Return the array of an object that is no optimizer, and what to copy to it."""
+    own = _state_of(each)
+    if not isinstance(own, np.ndarray) and not is_device(own):
         raise TypeError(
             f"{name!r}, of type {type(each).__name__}, cannot be restored in place; "
             f"take it from what load returns"
         )
-    return array
-
-
-def _fitting(name: str, own: Array, saved: Any) -> tuple[Array, Array]:
-    """Return an array and what is to be copied to it."""
     check_unmasked(repr(name), own)
     array = fitting(f"saved {name!r}", saved, own)
     if own.dtype.kind in "iu" and array.dtype.kind not in "iu":
@@ -259,11 +259,6 @@ def _added(value: Any, where: str, arrays: dict[str, Array]) -> str:
     return name
 
 
-def _header(described: Any, arrays: Mapping[str, Array]) -> dict[str, str]:
-    header = {"format": _FORMAT, "state": json.dumps(described)}
-    return {**header, "checksum": _checksum(header["state"], arrays)}
-
-
 def _checksum(text: str, arrays: Mapping[str, Array]) -> str:
     total = zlib.crc32(text.encode())
     for name in sorted(arrays):
@@ -289,16 +284,16 @@ def _write(place: Path, arrays: Mapping[str, Array], header: dict[str, str]) -> 
         # safetensors makes it private; the folder has what the user's umask permits.
         part.chmod(folder.stat().st_mode & 0o666)
         _synchronize(part)
-        check(place)
+        _check_owner(place)
         part.replace(path)
         _synchronize(place)
     except OSError:
         # The folder is gone if another process has taken the directory meanwhile.
-        check(place)
+        _check_owner(place)
         raise
     finally:
         if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
     return path
 
 
@@ -311,7 +306,7 @@ def _new(place: Path) -> tuple[Path, Path]:
     number = max(_numbered(place), default=0)
     while True:
         number += 1
-        folder = unfinished(place, number)
+        folder = place / f".unfinished-{_TOKEN}-{number}"
         path = place / f"checkpoint-{number}{_SUFFIX}"
         try:
             folder.mkdir()
@@ -322,6 +317,13 @@ def _new(place: Path) -> tuple[Path, Path]:
         folder.rmdir()
 
 
+def _remove(folder: Path) -> None:
+    # Imported here, as it is slow.
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def _synchronize(path: Path) -> None:
     """Bring a file, or the entries of a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -329,6 +331,48 @@ def _synchronize(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# The owner of a directory: the last process that began to save to it. Two jobs may have
+# one directory: by mistake, or because a job was queued again while ranks of its
+# earlier run still live. So that their checkpoints do not mix, each writes its name to
+# the file ``.owner`` when it begins to save, and reads it before each later save.
+# Renaming is atomic also on network file systems; locks are unreliable.
+
+
+def take(directory: Path) -> None:
+    """Let this process own a directory; remove what others have left unfinished."""
+    name = f"process {os.getpid()} on {os.uname().nodename}"
+    if job := os.environ.get("SLURM_JOB_ID"):
+        name += f", job {job}"
+    # A signal handler or another thread may do so at the same time.
+    new = directory / f".owner-{os.urandom(16).hex()}"
+    try:
+        new.write_text(f"{_TOKEN}\n{name}\n")
+        new.replace(directory / ".owner")
+    finally:
+        new.unlink(missing_ok=True)
+    _taken.add(directory.resolve())
+    for path in directory.glob(".unfinished-*"):
+        if _TOKEN not in path.name:
+            _remove(path)
+
+
+def _check_owner(directory: Path) -> None:
+    """Take a directory for the first time; later, raise if another process has it."""
+    path = directory / ".owner"
+    if os.path.lexists(path) and not path.is_file():
+        raise CheckpointError(f"{path} is not a file of hpcaccum: remove it")
+    text = path.read_text(errors="replace") if path.exists() else ""
+    token, _, owner = text.partition("\n")
+    if not token or directory.resolve() not in _taken:
+        take(directory)
+    elif token != _TOKEN:
+        raise CheckpointError(
+            f"{directory}: another run saves here now ({owner.strip()}, since "
+            f"{time.ctime(path.stat().st_mtime)}); this one must stop, or their "
+            f"checkpoints would mix"
+        )
 
 
 # Reading

@@ -32,15 +32,11 @@ if TYPE_CHECKING:
 
 
 class Command(NamedTuple):
-    """A subcommand.
+    """A subcommand, with its ``help`` in one line.
 
-    Attributes:
-        help: One line.
-        add_arguments: Adds the options to a parser.
-        prepare: Checks the arguments and returns the job, which may return an exit
-            status. Collective. It raises a ValueError on all ranks, which is printed as
-            one line.
-        needs_mpi: Whether these arguments need MPI.
+    `prepare` checks the arguments and returns the job, which may return an exit status.
+    It is collective, and raises a ValueError on all ranks, printed as one line.
+    `needs_mpi` says whether these arguments need MPI.
     """
 
     help: str
@@ -129,14 +125,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _open_streams() -> None:
-    """Make standard streams usable.
-
-    Python has None for a closed one (``hpcaccum bench >&-``). The next file that is
-    opened would get its number, and what other libraries print.
-    """
+    """Make standard streams usable: Python has None for a closed one (``>&-``)."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            # The lowest number that is free.
+            # The lowest number that is free: the next file would get it, and what other
+            # libraries print.
             setattr(
                 sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "rw"[number > 0])
             )
@@ -250,12 +243,10 @@ def _load_mpi() -> None:
 
 
 def _leave(status: int, text: str) -> NoReturn:
-    """Print the reason once for all ranks, and exit. Collective.
-
-    Rank 0 prints. No rank exits before that, because launchers kill a job when the
-    first rank fails. A rank that waits in vain for the others aborts the job; if it is
-    another one, it prints for itself.
-    """
+    """Print the reason once for all ranks, and exit. Collective."""
+    # Rank 0 prints. No rank exits before that, because launchers kill a job when the
+    # first rank fails. A rank that waits in vain for the others aborts the job; if it
+    # is another one, it prints for itself.
     text = text.rstrip()
     if _launched_rank() is None:
         print(text, file=sys.stderr)

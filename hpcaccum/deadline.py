@@ -17,7 +17,7 @@ import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcaccum.errors import InvalidArgumentError, LostRankError, WaitTimeoutError
-from hpcaccum.spans import blocks, traced, waits
+from hpcaccum.spans import Label, clock, recording
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,6 +48,11 @@ _SMALL_PART, _LONGEST_NAP = 1 / 100, 5e-3
 # Naps that grew with the wait made the time of a reduction grow with its square.
 MOVING_NAP = 20e-6
 
+_SPAN = Label("wait", "Deadline.wait")
+# Seconds of a wait after which a trace asks what is missing, for the first time. The
+# answer may be a round trip to another node.
+_FIRST_QUESTION = 1e-3
+
 # Seconds for which a call may block before it is looked whether all waits end.
 _LOOK = 0.25
 # Seconds to wait for an answer that usually is on its way, after an interruption or the
@@ -55,13 +60,8 @@ _LOOK = 0.25
 _GRACE = 1.0
 
 
-class _Limits(threading.local):
-    """What limits the waits that a thread begins."""
-
-    outer: Deadline | None = None
-
-
-_limits = _Limits()
+# What limits the waits that a thread begins, if anything: its attribute ``outer``.
+_limits = threading.local()
 # Of threads that wait, by identifier: their deadlines.
 _waits: dict[int, Deadline] = {}
 # Why no wait of this process can succeed any more, if so.
@@ -102,24 +102,20 @@ class Deadline:
 
     Args:
         timeout: Seconds; 0 looks once; None is the environment's HPCACCUM_TIMEOUT, or
-            no limit.
+            no limit. An invalid one is a TypeError or InvalidArgumentError.
         what: The call, as the user knows it; begins every message. Its ``str`` is
             taken for a message only.
 
     Attributes:
         waited: Seconds spent in `wait` and `block` so far. A wait that is over at the
             first look adds nothing.
-
-    Raises:
-        TypeError: If ``timeout`` is not a number.
-        InvalidArgumentError: If ``timeout`` is negative, or HPCACCUM_TIMEOUT invalid.
     """
 
     def __init__(self, timeout: float | None, what: object) -> None:
         self.what, self.waited = what, 0.0
         self._begun = time.monotonic()
         self._limit = _seconds(timeout)
-        if (outer := _limits.outer) is not None:
+        if (outer := getattr(_limits, "outer", None)) is not None:
             self.what, self._limit = outer.what, min(self._limit, outer.remaining)
         self._next_warning = FIRST_WARNING
 
@@ -138,116 +134,91 @@ class Deadline:
         """Whether the limit has passed."""
         return self.elapsed >= self._limit
 
-    @traced("wait", wrap=waits)
     def wait(
         self,
         ready: Callable[[], T | None],
         missing: Callable[[], str],
         *,
-        check: Callable[[], object] | None = None,
         moves_data: bool = False,
     ) -> T:
         """Call ``ready`` until it returns something other than None; return that.
 
         Args:
-            ready: Called at least once, even if the limit has passed.
+            ready: Called at least once, even if the limit has passed. It raises if the
+                wait cannot succeed.
             missing: Returns what is waited for, and which ranks; called for messages
-                only.
-            check: Called after each look. It raises if the wait cannot succeed.
+                and traces only.
             moves_data: Whether data move in ``ready``, as in a test of MPI's requests,
                 and nowhere else. Naps then stay short.
 
-        Raises:
-            WaitTimeoutError: If the limit passes first.
-            LostRankError: If a rank is lost without which the job cannot go on.
+        Raises WaitTimeoutError if the limit passes first, and LostRankError if a rank
+        is lost without which the job cannot go on.
         """
         result = ready()
         if result is not None:
             return result
-        begun = self._begin()
-        try:
-            return self._poll(ready, missing, check, moves_data)
-        finally:
-            self._end(begun)
+        begun = self.elapsed
 
-    def _poll(
-        self,
-        ready: Callable[[], T | None],
-        missing: Callable[[], str],
-        check: Callable[[], object] | None,
-        moves_data: bool,
-    ) -> T:
-        """Wait, after a look that failed."""
-        begun, result, clock = self.elapsed, None, time.monotonic
-        while result is None:
-            if _reasons:
-                self._end_lost()
-            if check is not None:
-                check()
-            # The clock is read once: this takes the time of cores that are shared.
-            elapsed = clock() - self._begun
-            if elapsed >= self._limit or elapsed > self._next_warning:
-                self._check_limit(missing)
-                self._warn(missing)
-            if elapsed - begun < EAGER:
+        def look(seconds: float) -> T | None:
+            waited = self.elapsed - begun
+            if waited < EAGER:
                 os.sched_yield()
             else:
-                nap = MOVING_NAP if moves_data else nap_after(elapsed - begun)
-                time.sleep(min(nap, self._limit - elapsed))
-            result = ready()
-        return result
+                nap = MOVING_NAP if moves_data else nap_after(waited)
+                time.sleep(min(nap, seconds))
+            return ready()
 
-    @traced("wait", wrap=blocks)
+        return self._repeat(look, missing)
+
     def block(
         self, attempt: Callable[[float], T | None], missing: Callable[[], str]
     ) -> T:
         """Do as `wait` with a call that blocks: of a lock, or of a thread.
 
-        Args:
-            attempt: Called with the seconds for which it may block, 0 at first; returns
-                something other than None when it has succeeded.
-            missing: Returns what is waited for; called for messages only.
-
-        Raises:
-            WaitTimeoutError: If the limit passes first.
-            LostRankError: As `wait`.
+        ``attempt`` gets the seconds for which it may block, 0 at first.
         """
         result = attempt(0.0)
         if result is not None:
             return result
-        begun = self._begin()
-        try:
-            return self._attempt(attempt, missing)
-        finally:
-            self._end(begun)
+        return self._repeat(lambda seconds: attempt(min(seconds, _LOOK)), missing)
 
-    def _attempt(
+    def _repeat(
         self, attempt: Callable[[float], T | None], missing: Callable[[], str]
     ) -> T:
-        """Block, after an attempt that failed."""
-        result = None
-        while result is None:
-            if _reasons:
-                self._end_lost()
-            self._check_limit(missing)
-            self._warn(missing)
-            result = attempt(min(self._until_next_warning(), _LOOK))
-        return result
+        """Repeat an attempt that has failed; it gets the seconds that it may take."""
+        recorder, shown, begin = recording(), dict[str, str](), clock()
+        begun, due, result = self.elapsed, 0.0, None
+        question = begun + _FIRST_QUESTION if recorder else math.inf
+        _waits[threading.get_ident()] = self
+        try:
+            while result is None:
+                if _reasons:
+                    raise LostRankError(f"{self.what}: {_reasons[0]}")
+                elapsed = self.elapsed
+                if elapsed >= due:
+                    self._check_limit(missing)
+                    self._warn(missing)
+                    if elapsed >= question:
+                        shown["for"] = self._shown(missing)
+                        # Again when the wait is twice as long.
+                        question = 2 * self.elapsed - begun
+                    due = min(self._limit, self._next_warning, question)
+                result = attempt(max(0.0, due - elapsed))
+            return result
+        finally:
+            # A wait in another one has removed it already. To restore the outer one
+            # would restore what an interrupted wait has left there, too.
+            _waits.pop(threading.get_ident(), None)
+            self.waited += self.elapsed - begun
+            if recorder is not None:
+                recorder.add(_SPAN, begin, clock(), {"call": str(self.what), **shown})
 
     def acquire(self, lock: Any, missing: Callable[[], str]) -> None:
-        """Acquire a lock, which the caller releases.
-
-        Raises:
-            WaitTimeoutError: If the limit passes first.
-        """
+        """Acquire a lock, which the caller releases."""
         self.block(lambda seconds: lock.acquire(timeout=seconds) or None, missing)
 
     def join(self, thread: threading.Thread, missing: Callable[[], str]) -> None:
-        """Wait until a thread has ended.
-
-        Raises:
-            WaitTimeoutError: If the limit passes first.
-        """
+        """Wait until a thread has ended."""
 
         def attempt(seconds: float) -> bool | None:
             thread.join(seconds)
@@ -262,7 +233,7 @@ class Deadline:
     @contextlib.contextmanager
     def limits(self) -> Iterator[None]:
         """Let waits that this thread begins in the block be part of this one."""
-        before, _limits.outer = _limits.outer, self
+        before, _limits.outer = getattr(_limits, "outer", None), self
         try:
             yield
         finally:
@@ -276,9 +247,6 @@ class Deadline:
         except WaitTimeoutError as error:
             return error.missing
 
-    def _end_lost(self) -> None:
-        raise LostRankError(f"{self.what}: {_reasons[0]}")
-
     def _check_limit(self, missing: Callable[[], str]) -> None:
         if self.expired:
             text = self.ask(missing)
@@ -291,22 +259,52 @@ class Deadline:
             logger.warning("%s", self._message(self.ask(missing)))
             self._next_warning *= 2
 
-    def _until_next_warning(self) -> float:
-        seconds = max(0.0, self._next_warning - self.elapsed)
-        return min(seconds, self.remaining, threading.TIMEOUT_MAX)
+    def _shown(self, missing: Callable[[], str]) -> str:
+        try:
+            return self.ask(missing)
+        except Exception as error:
+            # The wait itself goes on.
+            return f"unknown ({type(error).__name__})"
 
     def _message(self, missing: str) -> str:
         return f"{self.what}: waited {self.elapsed:.3g} s for {missing}"
 
-    def _begin(self) -> float:
-        _waits[threading.get_ident()] = self
-        return time.monotonic()
 
-    def _end(self, begun: float) -> None:
-        # A wait in another one has removed it already. To restore the outer one would
-        # restore what an interrupted wait has left there, too.
-        _waits.pop(threading.get_ident(), None)
-        self.waited += time.monotonic() - begun
+class Wake:
+    """Lets one thread nap until another one wakes it.
+
+    A signal handler may raise in any call and leaves nothing locked. That is not so
+    with `threading.Event` and `threading.Condition`, which run Python code while they
+    hold a lock: all other threads would wait for that lock without end.
+    """
+
+    def __init__(self) -> None:
+        # Free: the next nap is over at once.
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def nap(self, seconds: float) -> bool:
+        """Wait for a call of `wake`, or return False after ``seconds``.
+
+        A call that came before is enough, but several count as one.
+        """
+        return self._lock.acquire(timeout=seconds)
+
+    def until(self, fact: Callable[[], bool]) -> Callable[[float], bool | None]:
+        """Return what naps unless something is true; for `Deadline.block`."""
+
+        def attempt(seconds: float) -> bool | None:
+            if not fact():
+                self.nap(seconds)
+            return fact() or None
+
+        return attempt
+
+    def wake(self) -> None:
+        """End the nap, or the next one."""
+        # It is free already if nobody has napped since the last call.
+        with contextlib.suppress(RuntimeError):
+            self._lock.release()
 
 
 def _seconds(timeout: float | None) -> float:
@@ -322,11 +320,7 @@ def _seconds(timeout: float | None) -> float:
 
 
 def limit_of_environment(variable: str, default: float) -> float:
-    """Return the seconds that a variable of the environment contains.
-
-    Raises:
-        InvalidArgumentError: If they are not a positive number.
-    """
+    """Return the seconds above 0 that a variable of the environment contains."""
     text = os.environ.get(variable, "")
     try:
         limit = float(text) if text else default

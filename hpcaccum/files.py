@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import stat
-import tempfile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -66,6 +65,9 @@ def check_writable(option: str, path: Path) -> None:
 
 def check_directory(option: str, path: Path) -> None:
     """Make a directory; raise InvalidArgumentError if files cannot be written to it."""
+    # Imported here, as it is slow.
+    import tempfile
+
     with _one_line(option, path):
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
@@ -92,13 +94,7 @@ def open_output(
 class JsonLines:
     """A file of JSON objects, a line each, flushed at once so that a crash loses none.
 
-    Args:
-        option: That names the file, for messages.
-        path: The file; None writes nothing.
-        append: Whether to keep what is in the file.
-
-    Raises:
-        InvalidArgumentError: If the file cannot be written.
+    ``option`` names the file in messages; without a ``path`` nothing is written.
     """
 
     def __init__(self, option: str, path: Path | None, *, append: bool = False) -> None:

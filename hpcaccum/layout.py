@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import hashlib
 import math
 import operator
 from collections.abc import Mapping
@@ -86,6 +85,9 @@ class Layout:
     @property
     def fingerprint(self) -> str:
         """A hash of names, shapes, order and dtype, for comparison between ranks."""
+        # Imported here, as it is slow.
+        import hashlib
+
         text = repr((list(self.shapes.items()), str(self.dtype)))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -101,9 +103,8 @@ class Layout:
     def overlaps(self, piece: slice) -> list[tuple[str, slice, slice]]:
         """Return the arrays that overlap a piece of the buffer.
 
-        Returns:
-            For each array its name, the elements (of the array as a vector) that are in
-            the piece, and their place in the piece.
+        For each its name, the elements (of the array as a vector) that are in the
+        piece, and their place in the piece.
         """
         found = []
         names = list(self.shapes)

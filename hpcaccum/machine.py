@@ -59,11 +59,7 @@ def circumstances(group: Group) -> dict[str, Any]:
 
 
 def oversubscribed(places: Sequence[tuple[str, set[int]]]) -> dict[str, Any] | None:
-    """Return the host whose ranks outnumber its cores; of several, the worst.
-
-    Returns:
-        The host, its ranks and the cores that they may use, or None.
-    """
+    """Return the host whose ranks outnumber its cores the most, and these numbers."""
     ranks = Counter(host for host, _ in places)
     cores: dict[str, set[int]] = {}
     for host, usable in places:
@@ -85,22 +81,19 @@ def describe(facts: dict[str, Any]) -> str:
         where += (
             f", at most {facts['ranks_per_node']} on each of {facts['nodes']} nodes"
         )
+    warning = ""
+    if (crowd := facts["oversubscribed"]) is not None:
+        cores = counted(crowd["cores"], "core")
+        warning = (
+            f"\nwarning: {crowd['ranks']} ranks share {cores} of {crowd['host']}: the "
+            "times include waits for a core"
+        )
     return (
         f"{counted(facts['ranks'], 'rank')} on {where}; "
         f"{facts['mpi']} {facts['mpi_version']}\n"
         f"{facts['cpu']}, {facts['cores']} cores; hpcaccum {facts['hpcaccum']}"
         f"{' ' + facts['commit'] if facts['commit'] else ''}"
-        f"{_warning(facts['oversubscribed'])}"
-    )
-
-
-def _warning(crowd: dict[str, Any] | None) -> str:
-    if crowd is None:
-        return ""
-    cores = counted(crowd["cores"], "core")
-    return (
-        f"\nwarning: {crowd['ranks']} ranks share {cores} of {crowd['host']}: the "
-        "times include waits for a core"
+        f"{warning}"
     )
 
 

@@ -24,12 +24,8 @@ if TYPE_CHECKING:
 class Metrics(NamedTuple):
     """What an optimizer has done so far.
 
-    Attributes:
-        optimizer: Its name.
-        step: Number of updates.
-        waited: Seconds that this rank has waited for others.
-        accepted, dropped: Gradients of each rank.
-        lags: Number of gradients of all ranks by lag.
+    `waited` are the seconds that this rank has waited for others; `accepted` and
+    `dropped` the gradients of each rank, `lags` those of all ranks by lag.
     """
 
     optimizer: str

@@ -1,6 +1,7 @@
-"""The values of options of commands, as they are typed.
+"""The options of commands, and their values as they are typed.
 
-Each function returns the value of a text, or raises ArgumentTypeError.
+Each function but `add` and `add_flag` returns the value of a text, or raises
+ArgumentTypeError.
 """
 
 from __future__ import annotations
@@ -8,10 +9,13 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcaccum.arguments import seconds
 from hpcaccum.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # "auto", or ranks.
 Servers = str | tuple[int, ...]
@@ -24,15 +28,27 @@ _LONGEST_DELAY = 3_600_000
 
 
 class Every(NamedTuple):
-    """How often something is done; one of the two is 0.
-
-    Attributes:
-        updates: After so many updates.
-        seconds: After so much time.
-    """
+    """How often something is done: after so many updates, or so much time; one is 0."""
 
     updates: int = 0
     seconds: float = 0.0
+
+
+def add(
+    parser: argparse._ActionsContainer,
+    name: str,
+    kind: Callable[[str], Any],
+    text: str,
+    default: Any = None,
+    metavar: str | None = "N",
+) -> None:
+    """Add an option with a value to a parser, or to a group of it."""
+    parser.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
+
+
+def add_flag(parser: argparse._ActionsContainer, name: str, text: str) -> None:
+    """Add an option without a value."""
+    parser.add_argument(name, action="store_true", help=text)
 
 
 def count(text: str) -> int:

@@ -89,10 +89,7 @@ def crossing(arrays: Collection[Any], others: Collection[Any]) -> list[bool]:
 
 
 def _owner(array: Any) -> int | None:
-    """Return the identity of the NumPy array that owns the memory, or None.
-
-    Two arrays that own their memory never share it.
-    """
+    """Return the identity of the NumPy array that owns the memory, or None."""
     while type(array) is np.ndarray:
         if array.base is None:
             return id(array) if array.flags.owndata else None

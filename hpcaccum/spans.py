@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import threading
 import time
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound="Function")
 
-# Seconds of a wait after which it is asked what is missing, for the first time. The
-# answer may be a round trip to another node.
-_PATIENCE = 1e-3
 # Events that a rank keeps; one takes some 300 bytes.
 MOST = 1_000_000
 
@@ -60,11 +58,7 @@ class _Row(threading.local):
 
 
 class Recorder:
-    """Keeps the events of this rank's threads.
-
-    Attributes:
-        most: How many it keeps.
-    """
+    """Keeps the events of this rank's threads, `most` of them."""
 
     def __init__(self) -> None:
         self._threads: list[tuple[str, list[Event]]] = []
@@ -79,16 +73,6 @@ class Recorder:
         """Keep an event of this thread, or count it only."""
         if next(self._numbers) < self._limit:
             self._row.events.append(Event(label, begin, end, args))
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Keep the spans of `span` during the block."""
-        global _running
-        _running = self
-        try:
-            yield
-        finally:
-            _running = None
 
     def rows(self) -> dict[str, list[Event]]:
         """Return copies of the events by the name of their thread, "" for the main one.
@@ -109,9 +93,9 @@ class Recorder:
 _running: Recorder | None = None
 
 
-def is_running() -> bool:
-    """Whether this process records a trace."""
-    return _running is not None
+def recording() -> Recorder | None:
+    """Return the recorder of the trace that is running, if there is one."""
+    return _running
 
 
 @contextlib.contextmanager
@@ -130,10 +114,10 @@ def span(name: str, /, **args: Any) -> Iterator[None]:
             recorder.add(Label(name, "program"), begin, clock(), args)
 
 
-# Wrappers
+# Marked methods
 
 
-def calls(
+def _calls(
     function: Function, label: Label, describe: Describe | None, recorder: Recorder
 ) -> Function:
     """Return a function that records each call."""
@@ -153,10 +137,10 @@ def calls(
     return call
 
 
-def steps(
+def _steps(
     function: Function, label: Label, describe: Describe | None, recorder: Recorder
 ) -> Function:
-    """Return a function that records when the steps of an agent began and ended.
+    """Return a function that records when an agent's steps began and ended.
 
     Other steps run in between, so these spans may overlap.
     """
@@ -172,110 +156,13 @@ def steps(
     return generate
 
 
-class _Wait:
-    """A wait that goes on, and what it was for when that was last asked.
-
-    Attributes:
-        args: What is shown of it.
-    """
-
-    def __init__(self, missing: Callable[[], str]) -> None:
-        self._missing, self._begin, self._patience = missing, clock(), _PATIENCE
-        self.args: dict[str, str] = {}
-
-    @property
-    def patience(self) -> float:
-        """Seconds until what is missing is asked again."""
-        return max(0.0, self._begin + self._patience - clock())
-
-    def ask(self) -> None:
-        """Ask what is missing, whenever the wait has become twice as long."""
-        if self.patience:
-            return
-        self._patience = 2 * (clock() - self._begin)
-        try:
-            self.args["for"] = self._missing()
-        except Exception as error:
-            # The wait itself goes on.
-            self.args["for"] = f"unknown ({type(error).__name__})"
-
-
-@contextlib.contextmanager
-def _recorded(
-    deadline: Any, missing: Callable[[], str], label: Label, recorder: Recorder
-) -> Iterator[_Wait]:
-    """Record a wait in the block, unless it is over at the first look."""
-    wait = _Wait(functools.partial(deadline.ask, missing))
-    begin, before = clock(), deadline.waited
-    try:
-        yield wait
-    finally:
-        if deadline.waited > before:
-            args = {"call": str(deadline.what), **wait.args}
-            recorder.add(label, begin, clock(), args)
-
-
-def waits(
-    function: Function, label: Label, describe: Describe | None, recorder: Recorder
-) -> Function:
-    """Return a replacement of `Deadline.wait` that records waits."""
-
-    @functools.wraps(function)
-    def wait(
-        self: Any,
-        ready: Callable[[], Any],
-        missing: Callable[[], str],
-        **options: Any,
-    ) -> Any:
-        with _recorded(self, missing, label, recorder) as found:
-
-            def look() -> Any:
-                result = ready()
-                if result is None:
-                    found.ask()
-                return result
-
-            return function(self, look, missing, **options)
-
-    return wait
-
-
-def blocks(
-    function: Function, label: Label, describe: Describe | None, recorder: Recorder
-) -> Function:
-    """Return a replacement of `Deadline.block` that records waits."""
-
-    @functools.wraps(function)
-    def block(
-        self: Any,
-        attempt: Callable[[float], Any],
-        missing: Callable[[], str],
-    ) -> Any:
-        with _recorded(self, missing, label, recorder) as found:
-
-            def attempt_and_ask(seconds: float) -> Any:
-                result = attempt(min(seconds, found.patience))
-                if result is None:
-                    found.ask()
-                return result
-
-            return function(self, attempt_and_ask, missing)
-
-    return block
-
-
-# Marks
-
-
 class Marked(NamedTuple):
-    """A method that is marked with `traced`; see there."""
+    """A method that is marked with `traced`, by its class and its name there."""
 
-    # The class that defines it, and its name.
     owner: type
     method: str
     name: str
     describe: Describe | None
-    wrap: Callable[[Function, Label, Describe | None, Recorder], Function]
 
     @property
     def label(self) -> Label:
@@ -297,32 +184,32 @@ class _Mark:
         MARKED.append(Marked(owner, method, *self._how))
 
 
-def traced(
-    name: str, describe: Describe | None = None, wrap: Any = None
-) -> Callable[[F], F]:
-    """Mark a method whose calls are shown as spans.
+def traced(name: str, describe: Describe | None = None) -> Callable[[F], F]:
+    """Mark a method whose calls are shown as spans; a generator is one call.
 
-    Args:
-        name: Of the spans.
-        describe: Called with the positional arguments and the result; returns what is
-            shown with the span.
-        wrap: `calls` by default; `steps` for the steps of an agent; `waits` or `blocks`
-            for those of a `Deadline`.
+    ``describe`` is called with the positional arguments and the result; it returns what
+    is shown with the span.
     """
 
     def mark(function: F) -> F:
-        return _Mark(function, name, describe, wrap or calls)  # type: ignore[return-value]
+        return _Mark(function, name, describe)  # type: ignore[return-value]
 
     return mark
 
 
 @contextlib.contextmanager
-def installed(recorder: Recorder) -> Iterator[None]:
-    """Record the calls of all marked methods during the block."""
+def recorded_by(recorder: Recorder) -> Iterator[None]:
+    """Record spans, waits and the calls of all marked methods during the block."""
+    global _running
+    _running = recorder
     with contextlib.ExitStack() as undo:
         for mark in MARKED:
             original = vars(mark.owner)[mark.method]
-            wrapper = mark.wrap(original, mark.label, mark.describe, recorder)
+            wrap = _steps if inspect.isgeneratorfunction(original) else _calls
+            wrapper = wrap(original, mark.label, mark.describe, recorder)
             undo.callback(setattr, mark.owner, mark.method, original)
             setattr(mark.owner, mark.method, wrapper)
-        yield
+        try:
+            yield
+        finally:
+            _running = None

@@ -155,14 +155,10 @@ class Stopping(Freeable):
 
 
 class Requests:
-    """The requests to this process to stop: its signals and its clock.
+    """The requests to this process to stop: its signals, if they ask, and its clock.
 
-    SLURM sends SIGTERM at the end of a job, and SIGUSR1 before that if it is asked to.
-
-    Args:
-        limit: Seconds from `begin` after which the clock asks.
-        lost: All ranks that are lost so far.
-        signals: Whether signals ask.
+    SLURM sends SIGTERM at the end of a job, and SIGUSR1 before if it is asked to. The
+    clock asks ``limit`` seconds after `begin`; ``lost`` are all ranks that are lost.
     """
 
     def __init__(

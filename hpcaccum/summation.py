@@ -35,15 +35,9 @@ def add_in_order(
     """Set ``out`` to the sum of vectors, times their factors, divided by ``divisor``.
 
     The parts are added from the first to the last, by chunks that stay in the cache, in
-    the wider of their dtype and that of ``out``. The bits of the result do not depend
-    on the number of threads.
-
-    Args:
-        parts: Vectors of one dtype and of the size of ``out``.
-        out: Gets the result; may be the first part.
-        divisor: More than 0.
-        threads: Threads to use at most; a short vector uses one.
-        factors: Of each part, if there are any. A factor of 1 changes no bit.
+    the wider of their dtype and that of ``out``, which may be the first part. The bits
+    of the result do not depend on the number of threads; a short vector uses one. A
+    factor of 1 changes no bit.
     """
     if threads == 1 or out.size < _SHARED:
         _add_chunks(parts, out, divisor, factors)
@@ -82,12 +76,7 @@ def _add_chunks(
 
 
 def copy_pieces(pairs: Sequence[tuple[Array, Array]], threads: int = 1) -> None:
-    """Copy vectors, with conversion.
-
-    Args:
-        pairs: Each a target and its source, of one size.
-        threads: Threads to use at most; for short vectors one.
-    """
+    """Copy vectors, pairs of a target and its source, with conversion."""
     total = sum([target.size for target, _ in pairs])
     if threads == 1 or total < _SHARED:
         for pair in pairs:

@@ -13,11 +13,7 @@ def table(
 ) -> list[str]:
     """Return the lines of a table: the titles, a rule, and a line for each row.
 
-    Args:
-        titles: Of the columns.
-        rows: The cells of each row, as many as there are titles.
-        left: Numbers of the columns that are aligned left. Those of numbers are aligned
-            right.
+    Columns of numbers are aligned right, those in ``left`` to the left.
     """
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     signs = ["<" if number in left else ">" for number in range(len(titles))]

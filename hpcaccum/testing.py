@@ -128,14 +128,20 @@ def limit_rounds(accumulator: Any, count: int) -> Any:
     return mock.patch.object(accumulator._protocol.packing, "max_count", count)
 
 
-def fail_to_sum(accumulator: Any, error: type[Exception]) -> Any:
-    """Return a patch: takes of this rank raise when their round is closed."""
-    return mock.patch.object(accumulator._storage, "total", side_effect=error)
+# Steps of an accumulator or optimizer, and the methods that make them.
+_STEPS: dict[str, Callable[[Any], tuple[Any, str]]] = {
+    # A gradient is admitted; the same of DropStaleGradientOptimizer.
+    "admit": lambda owner: (_accumulator(owner)._shared.writer, "_admit"),
+    "put": lambda optimizer: (optimizer._server._inbox._queue, "put"),
+    # The gradients of a closed round are added; rows are brought to the device.
+    "sum": lambda accumulator: (accumulator._storage, "total"),
+    "deliver": lambda accumulator: (sparse, "_to_device"),
+}
 
 
-def fail_to_deliver(error: type[Exception]) -> Any:
-    """Return a patch: takes of rows raise before the rows are on the device."""
-    return mock.patch.object(sparse, "_to_device", side_effect=error)
+def fail(step: str, owner: Any, error: type[BaseException]) -> Any:
+    """Return a patch: on this rank a step raises before it is made; see the table."""
+    return mock.patch.object(*_STEPS[step](owner), side_effect=error)
 
 
 def before_records(owner: Any, call: Callable[[], object]) -> Any:
@@ -157,17 +163,6 @@ def before_records(owner: Any, call: Callable[[], object]) -> Any:
 
 def _accumulator(owner: Any) -> Any:
     return owner._server._inbox if hasattr(owner, "_server") else owner
-
-
-def fail_to_admit(owner: Any, error: type[Exception]) -> Any:
-    """Return a patch: gradients of this rank raise before they are admitted."""
-    inside = _accumulator(owner)._shared.writer
-    return mock.patch.object(inside, "_admit", side_effect=error)
-
-
-def fail_to_put(optimizer: Any, error: type[BaseException]) -> Any:
-    """Return a patch: gradients of DropStaleGradientOptimizer raise when admitted."""
-    return mock.patch.object(optimizer._server._inbox._queue, "put", side_effect=error)
 
 
 # Optimizers with a server

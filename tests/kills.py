@@ -17,7 +17,7 @@ import numpy as np
 
 import hpcaccum as hpc
 from hpcaccum import testing
-from hpcaccum.bench.answers import WrongAnswerError
+from hpcaccum.bench.measure import WrongAnswerError
 
 if TYPE_CHECKING:
     from hpcaccum import Group
@@ -99,7 +99,7 @@ class Episode:
 
     def _meet(self, value: Any) -> dict[int, Any]:
         """Return the values of the ranks that are left, by rank."""
-        return self._group.meet(value, "what was accepted")
+        return self._group.gather_present(value, "what was accepted")
 
     def _check(self, correct: Any, what: str) -> None:
         if not correct:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import hpcaccum as hpc
-from hpcaccum.bench.answers import WrongAnswerError
+from hpcaccum.bench.measure import WrongAnswerError
 from tests.kills import Episode
 
 if TYPE_CHECKING:

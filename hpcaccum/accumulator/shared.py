@@ -160,7 +160,7 @@ class SharedAccumulator(Freeable):
     def _end_after_loss(self) -> None:
         """Wait until all ranks come: they may use what this one has until then."""
         self.leave()
-        self.group.meet(None, f"{self.label}: free")
+        self.group.gather_present(None, f"{self.label}: free")
 
     def leave(self) -> None:
         """Promise that this rank contributes no more; does nothing on such a host."""

@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum import ConditionalAccumulator
-from hpcaccum.bench.answers import WrongAnswerError, check_equal, gradient
-from hpcaccum.bench.measure import NEVER_STALE, Case, Memory, apart, of_one, repeated
+from hpcaccum.bench.measure import (
+    NEVER_STALE,
+    Case,
+    Memory,
+    WrongAnswerError,
+    apart,
+    check_equal,
+    gradient,
+    of_one,
+    repeated,
+)
 from hpcaccum.deadline import Deadline
 from hpcaccum.mpi import Region
 

@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum import Layout, Reducer
-from hpcaccum.bench.answers import check_equal, gradient, sum_of_gradients
-from hpcaccum.bench.measure import Case, Memory, apart, repeated, sum_everywhere
+from hpcaccum.bench.measure import (
+    Case,
+    Memory,
+    apart,
+    check_equal,
+    gradient,
+    repeated,
+    sum_everywhere,
+    sum_of_gradients,
+)
 
 if TYPE_CHECKING:
     from hpcaccum.bench.measure import Run

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hpcaccum import Group, InvalidArgumentError, device, group_of
 from hpcaccum.bench import plan, report, scaling, torch_step
 from hpcaccum.bench.compare import comparison
-from hpcaccum.bench.device import describe_device, device_facts
+from hpcaccum.bench.device import describe_device
 from hpcaccum.bench.links import Links
 from hpcaccum.bench.measure import measure, rows
 from hpcaccum.bench.options import (
@@ -78,10 +78,7 @@ def _open_files(args: argparse.Namespace, group: Group) -> RowFiles:
 
 
 def _check_outputs(args: argparse.Namespace, inputs: dict[str, Path]) -> None:
-    """Raise InvalidArgumentError if a file of the call cannot or must not be written.
-
-    Nothing is created or changed.
-    """
+    """Raise if a file of the call cannot or must not be written; change none."""
     # If several jobs are compared, only a picture is written.
     names = "json", "csv", "plot"
     outputs = {f"--{each}": getattr(args, each, None) for each in names}
@@ -104,7 +101,7 @@ def _run(args: argparse.Namespace, group: Group, files: RowFiles) -> int:
     facts = circumstances(group)
     title, links = describe(facts), None
     if args.benchmark == DEVICE:
-        facts.update(device_facts())
+        facts.update(device.device_facts())
         title += f"\n{describe_device(facts)}"
     if args.benchmark == WIRE:
         links = Links(group)

@@ -27,8 +27,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum import DeviceAccumulator, Layout, Reducer, device
-from hpcaccum.bench.answers import check_equal, gradient, sum_of_gradients
-from hpcaccum.bench.measure import COPY, NEVER_STALE, Case, Memory, repeated
+from hpcaccum.bench.measure import (
+    COPY,
+    NEVER_STALE,
+    Case,
+    Memory,
+    check_equal,
+    gradient,
+    repeated,
+    sum_of_gradients,
+)
 from hpcaccum.bench.report import Column, Columns
 from hpcaccum.device import PointerTable, kernels
 from hpcaccum.optimizers import SGD, Adam, Variable
@@ -46,22 +54,6 @@ _RATE, _BETA1, _BETA2, _EPSILON = 1e-3, 0.9, 0.999, 1e-8
 # With the bias correction of the first update.
 _FIRST_RATE = _RATE * math.sqrt(1 - _BETA2) / (1 - _BETA1)
 _THREE = np.float32(3)
-
-
-def device_facts() -> dict[str, Any]:
-    """Return the properties of the device that figures depend on."""
-    cupy = device.cupy()
-    runtime, current = cupy.cuda.runtime, cupy.cuda.Device()
-    name = runtime.getDeviceProperties(current.id)["name"]
-    driver = runtime.driverGetVersion()
-    return {
-        "device": name.decode() if isinstance(name, bytes) else str(name),
-        "devices": runtime.getDeviceCount(),
-        "device_memory": current.mem_info[1],
-        # 13000 is 13.0.
-        "driver": f"{driver // 1000}.{driver % 1000 // 10}",
-        "cupy": cupy.__version__,
-    }
 
 
 def describe_device(facts: dict[str, Any]) -> str:
@@ -116,6 +108,8 @@ class DeviceCase(Case):
     """Contests at one size, and a copy of that size, which is the floor of all."""
 
     sizes = "1G"
+    # The most that any of them needs.
+    memory = Memory(device=14)
     columns = Columns(
         "one operation; n: samples; p99: from 100 samples on\n"
         "GB/s: the size over the median; moved: the same of all bytes that must move\n"
@@ -162,8 +156,6 @@ class DeviceCase(Case):
 
 class SumsOnDevice(DeviceCase):
     """One array added to a sum, and the reductions of the sum."""
-
-    memory = Memory(device=12)
 
     def _prepare(self) -> None:
         cupy, count, size = device.cupy(), self.count, np.int64(self.count)
@@ -224,8 +216,6 @@ class SumsOnDevice(DeviceCase):
 class ArraysOnDevice(DeviceCase):
     """Many small arrays, in one launch."""
 
-    memory = Memory(device=8)
-
     def _prepare(self) -> None:
         cupy, layout, elements = device.cupy(), *_many_arrays(self.count)
         share = 4 * elements / self.nbytes
@@ -285,8 +275,6 @@ def _many_arrays(count: int) -> tuple[Layout, int]:
 class RowsOnDevice(DeviceCase):
     """Rows of a matrix."""
 
-    memory = Memory(device=14)
-
     def _prepare(self) -> None:
         cupy, number = device.cupy(), max(1, self.count // _WIDTH)
         source = self._normal(number * _WIDTH)
@@ -341,8 +329,6 @@ class RowsOnDevice(DeviceCase):
 class UpdatesOnDevice(DeviceCase):
     """One variable, updated once."""
 
-    memory = Memory(device=12)
-
     def _prepare(self) -> None:
         cupy, source = device.cupy(), self._normal(self.count)
         value = self._result(cupy.empty_like(source), 3)
@@ -389,8 +375,6 @@ class UpdatesOnDevice(DeviceCase):
 
 class AppliesOnDevice(DeviceCase):
     """The DeviceAccumulator."""
-
-    memory = Memory(device=12)
 
     def _prepare(self) -> None:
         layout, elements = _many_arrays(self.count)

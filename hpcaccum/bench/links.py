@@ -1,4 +1,4 @@
-"""The links between nodes: an exchange that uses all, and what crosses them."""
+"""The links between nodes: what crosses them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from hpcaccum.bench.answers import check_equal, gradient
+from hpcaccum.bench.measure import RingExchange
 from hpcaccum.bench.report import number_text
 from hpcaccum.errors import format_ranks
 from hpcaccum.mpi import MPI
@@ -28,43 +28,6 @@ _ATTEMPTS = 5
 _CLASS_NET = Path("/sys/class/net")
 # ARPHRD_LOOPBACK of the kernel.
 _LOOPBACK = "772"
-
-
-class RingExchange:
-    """Every node sends a vector to the next one, and receives one. Collective.
-
-    So every link is in use in both directions at once. The ranks of a node send one
-    stripe each: one rank may be slower than the link. Ranks that the smallest node does
-    not have send nothing.
-    """
-
-    def __init__(self, group: Group, nbytes: int) -> None:
-        nodes, number = group.nodes, group.node_number
-        self._comm = group.comm.Dup()
-        width, place = min(map(len, nodes)), nodes[number].index(group.rank)
-        before, after = (number - 1) % len(nodes), (number + 1) % len(nodes)
-        pattern = np.zeros(0, np.float32)
-        self._peers: tuple[int, int] | None = None
-        if place < width:
-            self._peers = nodes[before][place], nodes[after][place]
-            stripes = np.array_split(gradient(0, nbytes // 4), width)
-            pattern = stripes[place]
-        self.mine, self._expected = pattern + number, pattern + before
-        self.got = np.zeros_like(pattern)
-
-    def __call__(self) -> None:
-        """Exchange once."""
-        if self._peers:
-            before, after = self._peers
-            self._comm.Sendrecv(self.mine, after, recvbuf=self.got, source=before)
-
-    def check(self) -> None:
-        """Raise WrongAnswerError if something else was received."""
-        check_equal(self.got, self._expected)
-
-    def free(self) -> None:
-        """Free the communicator. Collective."""
-        self._comm.Free()
 
 
 class Links:

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from hpcaccum import device
-from hpcaccum.bench.answers import WrongAnswerError, check_equal
-from hpcaccum.bench.links import RingExchange
 from hpcaccum.bench.rows import Row
 from hpcaccum.machine import free_memory
 from hpcaccum.mpi import MPI
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from hpcaccum import Group
-    from hpcaccum.bench.links import Links
     from hpcaccum.bench.report import Columns
     from hpcaccum.dtypes import Array
 
@@ -45,6 +42,90 @@ NEVER_STALE = ANY_STALENESS = 1 << 30
 _P99_SAMPLES = 100
 # The part of free memory that a benchmark may use.
 _USABLE = 0.9
+
+
+# The gradients of benchmarks, and the check of what is made of them
+
+
+class WrongAnswerError(RuntimeError):
+    """Raised if an operation gives a wrong result."""
+
+
+def gradient(rank: int, count: int) -> Array:
+    """Return the gradient of a rank: ``count`` elements of float32."""
+    elements: Array = np.arange(count, dtype=np.float32) % 64
+    elements += rank
+    return elements
+
+
+def sum_of_gradients(ranks: int, count: int) -> Array:
+    """Return the sum of the gradients of the first ``ranks`` ranks."""
+    total = gradient(0, count)
+    total *= ranks
+    total += ranks * (ranks - 1) / 2
+    return total
+
+
+def check_equal(actual: Array, expected: Any) -> None:
+    """Raise WrongAnswerError if elements differ; show the first of them."""
+    _check(actual, expected, actual != expected)
+
+
+def check_close(actual: Array, expected: Array, error: float) -> None:
+    """Do as `check_equal`, but permit an error relative to the largest element."""
+    most = error * np.abs(expected).max(initial=0)
+    _check(actual, expected, ~(np.abs(actual - expected) <= most))
+
+
+def _check(actual: Array, expected: Any, are_wrong: Array) -> None:
+    wrong = np.flatnonzero(are_wrong)
+    if wrong.size:
+        first = wrong[0]
+        wanted = np.broadcast_to(expected, actual.shape).flat[first]
+        raise WrongAnswerError(
+            f"{wrong.size} of {actual.size} elements are wrong: number {first} is "
+            f"{actual.flat[first]}, should be {wanted}"
+        )
+
+
+class RingExchange:
+    """Every node sends a vector to the next one, and receives one. Collective.
+
+    So every link is in use in both directions at once. The ranks of a node send one
+    stripe each: one rank may be slower than the link. Ranks that the smallest node does
+    not have send nothing.
+    """
+
+    def __init__(self, group: Group, nbytes: int) -> None:
+        nodes, number = group.nodes, group.node_number
+        self._comm = group.comm.Dup()
+        width, place = min(map(len, nodes)), nodes[number].index(group.rank)
+        before, after = (number - 1) % len(nodes), (number + 1) % len(nodes)
+        pattern = np.zeros(0, np.float32)
+        self._peers: tuple[int, int] | None = None
+        if place < width:
+            self._peers = nodes[before][place], nodes[after][place]
+            stripes = np.array_split(gradient(0, nbytes // 4), width)
+            pattern = stripes[place]
+        self.mine, self._expected = pattern + number, pattern + before
+        self.got = np.zeros_like(pattern)
+
+    def __call__(self) -> None:
+        """Exchange once."""
+        if self._peers:
+            before, after = self._peers
+            self._comm.Sendrecv(self.mine, after, recvbuf=self.got, source=before)
+
+    def check(self) -> None:
+        """Raise WrongAnswerError if something else was received."""
+        check_equal(self.got, self._expected)
+
+    def free(self) -> None:
+        """Free the communicator. Collective."""
+        self._comm.Free()
+
+
+# What is measured
 
 
 @dataclass(frozen=True)
@@ -122,7 +203,7 @@ class Case:
     columns: ClassVar[Columns | None] = None
 
     def __init__(
-        self, group: Group, nbytes: int, gloo: bool = False, links: Links | None = None
+        self, group: Group, nbytes: int, gloo: bool = False, links: Any = None
     ) -> None:
         self.group, self.comm = group, group.comm
         self.rank, self.n = group.rank, group.size
@@ -154,8 +235,8 @@ class Case:
     def _floor(self, moves: float, crosses: float) -> dict[str, Any]:
         """Return the floor of memory on one node, or that of the links between nodes.
 
-        In units of the size: what all ranks together must read and write; what must
-        cross the busiest link in one direction.
+        ``moves`` is what all ranks together must read and write; ``crosses`` what must
+        cross the busiest link in one direction; both in units of the size.
         """
         if self.nodes == 1:
             # A copy reads and writes each byte.
@@ -252,11 +333,7 @@ def of_one(group: Group, run: Run, *, last: bool = False) -> Run:
 
 
 def measure(case: Case, what: str, seconds: float) -> dict[str, list[float]]:
-    """Verify all kinds, then time them in turns, three at least. Collective.
-
-    Returns:
-        The seconds of each sample of all ranks, by the name of the kind.
-    """
+    """Verify all kinds, then time them in turns; return seconds. Collective."""
     group, kinds = case.group, case.kinds
     inner = {kind.name: _verify(case, kind, what) for kind in kinds}
     samples: dict[str, list[float]] = {kind.name: [] for kind in kinds}

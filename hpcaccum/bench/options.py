@@ -16,6 +16,8 @@ from hpcaccum.bench.device import __doc__ as device_help
 from hpcaccum.bench.step import Step
 from hpcaccum.bench.torch_step import TorchStep
 from hpcaccum.bench.wire import Wire
+from hpcaccum.option_values import add as add_option
+from hpcaccum.option_values import add_flag, positive
 
 if TYPE_CHECKING:
     from hpcaccum.bench.measure import Case
@@ -69,22 +71,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_measure(add(DEVICE, text, device_help), DEVICE)
 
     fitted = add(PLAN, "the costs of an exchange, for hpcaccum plan --network", "")
-    text = "seconds for each case (4)"
-    fitted.add_argument(
-        "--seconds", type=option_values.positive, default=4.0, help=text
-    )
+    add_option(fitted, "--seconds", positive, "seconds for each case (4)", 4.0, None)
     text = "write the costs, and how well they fit"
-    fitted.add_argument("--json", type=Path, metavar="FILE", help=text)
-    text = "overwrite a file that exists"
-    fitted.add_argument("--force", action="store_true", help=text)
+    add_option(fitted, "--json", Path, text, metavar="FILE")
+    add_flag(fitted, "--force", "overwrite a file that exists")
 
     compare = add("compare", "what became slower between two --json files", "")
     compare.add_argument("old", type=Path, help="written by --json")
     compare.add_argument("new", type=Path, help="written by --json")
     text = "allowed slowdown, relative to the reference and beside the noise; more "
     text += "gives exit status 1 (0.1)"
-    tolerance = option_values.fraction
-    compare.add_argument("--tolerance", type=tolerance, default=0.1, help=text)
+    add_option(compare, "--tolerance", option_values.fraction, text, 0.1, None)
     text = "how times grow with ranks and nodes, from files of several jobs"
     scaling = add("scaling", text, "")
     text = "written by bench --json or train --log, on different numbers of ranks"
@@ -98,24 +95,21 @@ def _add_measure(parser: argparse.ArgumentParser, name: str) -> None:
     text += f"({CASES[benchmarks_of(name)[0]].sizes})"
     parser.add_argument("--sizes", type=sizes, nargs="+", metavar="SIZE", help=text)
     text = "seconds for each size (2); at least three runs"
-    seconds = option_values.positive
-    parser.add_argument("--seconds", type=seconds, default=2.0, help=text)
+    add_option(parser, "--seconds", positive, text, 2.0, None)
     if name in ("allreduce", "all"):
         text = "measure torch.distributed as well"
         parser.add_argument("--against", choices=("gloo",), help=text)
     text = "write a JSON line for each row"
-    parser.add_argument("--json", type=Path, metavar="FILE", help=text)
+    add_option(parser, "--json", Path, text, metavar="FILE")
     text = "write the same fields as a table"
-    parser.add_argument("--csv", type=Path, metavar="FILE", help=text)
+    add_option(parser, "--csv", Path, text, metavar="FILE")
     _add_picture(parser, "draw times over sizes")
 
 
 def _add_picture(parser: argparse.ArgumentParser, text: str) -> None:
     text += f" ({', '.join(option_values.PICTURES)})"
-    picture = option_values.picture
-    parser.add_argument("--plot", type=picture, metavar="FILE", help=text)
-    text = "overwrite files that exist"
-    parser.add_argument("--force", action="store_true", help=text)
+    add_option(parser, "--plot", option_values.picture, text, metavar="FILE")
+    add_flag(parser, "--force", "overwrite files that exist")
 
 
 def sizes_of(words: list[list[int]] | None, benchmark: str) -> list[int]:

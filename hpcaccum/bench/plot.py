@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from hpcaccum.bench.curves import Curve
+    from hpcaccum.bench.report import Curve
     from hpcaccum.bench.rows import Row
 
 # One for each color.

@@ -6,8 +6,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from hpcaccum import InvalidArgumentError
-from hpcaccum.bench.curves import TRAINING, Curve, Size
-from hpcaccum.bench.report import print_groups, size_text
+from hpcaccum.bench.report import TRAINING, Curve, Size, print_groups, size_text
 from hpcaccum.bench.rows import read, reading
 from hpcaccum.files import json_value, read_lines
 from hpcaccum.machine import place_and_date

@@ -17,12 +17,12 @@ from hpcaccum import (
     SyncReplicasOptimizer,
     Variable,
 )
-from hpcaccum.bench.answers import check_equal
 from hpcaccum.bench.measure import (
     ANY_STALENESS,
     Case,
     Memory,
     apart,
+    check_equal,
     sum_everywhere,
     update_each,
 )

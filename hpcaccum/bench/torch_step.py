@@ -10,8 +10,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum import InvalidArgumentError
-from hpcaccum.bench.answers import WrongAnswerError
-from hpcaccum.bench.measure import Case, Memory, repeated
+from hpcaccum.bench.measure import Case, Memory, WrongAnswerError, repeated
 from hpcaccum.bench.report import Columns, figure
 from hpcaccum.mpi import MPI
 

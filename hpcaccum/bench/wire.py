@@ -14,21 +14,19 @@ from hpcaccum import (
     LocalStepsOptimizer,
     SyncReplicasOptimizer,
 )
-from hpcaccum.bench.answers import (
-    WrongAnswerError,
-    check_close,
-    check_equal,
-    gradient,
-    sum_of_gradients,
-)
 from hpcaccum.bench.measure import (
     ANY_STALENESS,
     EXCHANGE,
     Case,
     Memory,
+    WrongAnswerError,
+    check_close,
+    check_equal,
+    gradient,
     of_one,
     repeated,
     sum_everywhere,
+    sum_of_gradients,
     update_each,
 )
 from hpcaccum.bench.report import Columns, figure
@@ -38,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from hpcaccum import Optimizer
+    from hpcaccum.bench.links import Links
     from hpcaccum.bench.measure import Run
     from hpcaccum.dtypes import Array
 
@@ -191,7 +190,8 @@ class Wire(Case):
         def counted(inner: int) -> list[float]:
             if not self.links or self.links.obstacle:
                 return run(inner)
-            seconds, sent = self.links.during(lambda: run(inner))
+            links: Links = self.links
+            seconds, sent = links.during(lambda: run(inner))
             self._counts.setdefault(name, []).append(sent / inner)
             return seconds
 

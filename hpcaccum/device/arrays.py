@@ -88,14 +88,11 @@ def nccl_library() -> Any:
 
 
 def use_device(number: int) -> int:
-    """Make a device the current one of this process.
+    """Make a device the current one of this process; return its number.
 
     Args:
         number: Number of the rank on its node. If there are fewer devices, ranks share
             them in turn.
-
-    Returns:
-        The number of the device.
 
     Raises:
         DeviceUnavailableError: If there is no device.
@@ -138,11 +135,6 @@ def current_stream() -> Any:
     return stream
 
 
-def _keep_current() -> None:
-    """Keep the current stream, for what the program queues on it after this call."""
-    current_stream()
-
-
 def _keep(stream: Any) -> None:
     # Not CuPy's `ExternalStream`: its owner may destroy it before it is asked below.
     if not isinstance(stream, cupy().cuda.Stream):
@@ -160,10 +152,7 @@ def new_event() -> Any:
 
 
 class _ForeignStream(NamedTuple):
-    """A stream of another library, as CUDA's stream protocol passes it.
-
-    Source: the documentation of cuda.core, "CUDA stream protocol".
-    """
+    """A stream of another library, as CUDA's stream protocol of cuda.core passes it."""
 
     address: int
 
@@ -184,15 +173,26 @@ def on_stream(address: int) -> Iterator[None]:
         _busy.discard(stream)
 
 
+def device_facts() -> dict[str, Any]:
+    """Return the properties of the current device that figures depend on."""
+    module = cupy()
+    runtime, current = module.cuda.runtime, module.cuda.Device()
+    name = runtime.getDeviceProperties(current.id)["name"]
+    driver = runtime.driverGetVersion()
+    return {
+        "device": name.decode() if isinstance(name, bytes) else str(name),
+        "devices": runtime.getDeviceCount(),
+        "device_memory": current.mem_info[1],
+        # 13000 is 13.0.
+        "driver": f"{driver // 1000}.{driver % 1000 // 10}",
+        "cupy": module.__version__,
+    }
+
+
 def device_name() -> str:
     """Return the current device's name and the versions of CUDA and CuPy."""
-    module = cupy()
-    runtime = module.cuda.runtime
-    name = runtime.getDeviceProperties(current_device())["name"]
-    text = name.decode() if isinstance(name, bytes) else name
-    driver = runtime.driverGetVersion()
-    cuda = f"{driver // 1000}.{driver % 1000 // 10}"
-    return f"{text}, CUDA {cuda}, CuPy {module.__version__}"
+    facts = device_facts()
+    return f"{facts['device']}, CUDA {facts['driver']}, CuPy {facts['cupy']}"
 
 
 def check_array(what: str, array: Any, floats: Iterable[Any]) -> None:
@@ -230,7 +230,8 @@ def copyto(target: Any, source: Any) -> None:
     """
     from_device, to_device = is_device(source), is_device(target)
     if from_device or to_device:
-        _keep_current()
+        # Keeps it, for what the program queues on it after this call.
+        current_stream()
     if from_device and to_device:
         target[...] = source
     elif from_device:
@@ -287,19 +288,17 @@ def to_host(array: Any) -> Array:
     """Return an array in CPU memory: itself, or a copy of a device array."""
     if not is_device(array):
         return array  # type: ignore[no-any-return]
-    _keep_current()
+    # Keeps it, as in `copyto`.
+    current_stream()
     return array.get()  # type: ignore[no-any-return]
 
 
 class Pinned:
-    """CPU memory that is pinned, so that the device accesses it directly.
+    """Contiguous CPU memory that is pinned, so that the device accesses it directly.
 
     Copies from memory that is not pinned pass through the driver's buffers: half as
     fast, and the host waits for them. If pinning fails, for example because of a limit
     on locked memory, a warning is logged.
-
-    Args:
-        memory: Contiguous; must not be deallocated before `free`.
     """
 
     def __init__(self, memory: Array) -> None:

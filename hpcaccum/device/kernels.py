@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,16 +84,10 @@ _CAUSES = (
 
 
 def kernel(name: str) -> Any:
-    """Return a kernel for the current device; call it with ``(grid, block, args)``.
+    """Return a kernel of `FILES` for the current device, and CuPy's current stream.
 
-    It runs on CuPy's current stream.
-
-    Args:
-        name: One of `FILES`, such as ``accumulate_f32``.
-
-    Raises:
-        DeviceUnavailableError: If there is no device, or kernels cannot be compiled for
-            it. The message names what to install.
+    Call it with ``(grid, block, args)``. If there is no device, or kernels cannot be
+    compiled for it, the DeviceUnavailableError names what to install.
     """
     return _kernel(name, current_device())
 
@@ -107,10 +100,7 @@ def of_dtype(stem: str, dtype: np.dtype[Any]) -> Any:
 def prepare(
     stem: str, dtype: np.dtype[Any], number: int, *arguments: Any
 ) -> Callable[[], object]:
-    """Prepare the launch of a number of blocks; return what queues it.
-
-    It is queued on the current stream. See `of_dtype` for the name of the kernel.
-    """
+    """Prepare the launch of a number of blocks of `of_dtype`; return what queues it."""
     return functools.partial(of_dtype(stem, dtype), (number,), (THREADS,), arguments)
 
 
@@ -131,7 +121,7 @@ def source(file: str) -> str:
     CuPy's cache of compiled kernels is keyed by the text of the source alone, so that
     text must contain all that the kernel depends on.
     """
-    text = (_folder() / file).read_text()
+    text = (shipped("kernels") / file).read_text()
     if file.endswith(".cuh"):
         text = text.replace("#pragma once\n", "\n", 1)
 
@@ -146,10 +136,6 @@ def source(file: str) -> str:
 def files() -> list[str]:
     """Return the names of all sources that define kernels."""
     return sorted(_STEMS)
-
-
-def _folder() -> Path:
-    return shipped("kernels")
 
 
 @functools.cache

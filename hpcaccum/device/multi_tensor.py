@@ -35,12 +35,10 @@ _MOST_OF_A_RESULT = 16384
 
 
 class Table(NamedTuple):
-    """What a launch over several arrays reads.
+    """What a launch over several arrays reads: the arrays, and their pieces.
 
-    Attributes:
-        arrays: On the device; a row of 4 int64 per array: address, offset in the flat
-            buffer, elements, kind of dtype.
-        chunks: The pieces of the arrays.
+    `arrays` is on the device; it has a row of 4 int64 per array: address, offset in the
+    flat buffer, elements, kind of dtype.
     """
 
     arrays: Any
@@ -51,10 +49,7 @@ class PointerTable:
     """Moves named arrays to or from a flat buffer of their device, in one launch.
 
     Launches go to the current stream. The caller has checked the arrays: contiguous, on
-    the current device, of the layout's shapes.
-
-    Args:
-        layout: Of the arrays in the flat buffer, which may be of any dtype.
+    the current device, of the layout's shapes. The buffer may be of any dtype.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -88,11 +83,7 @@ class PointerTable:
     def checked(
         self, what: str, arrays: Mapping[str, Any], dtypes: tuple[np.dtype[Any], ...]
     ) -> Table:
-        """Return the table for arrays that the caller has not checked.
-
-        Raises:
-            InvalidArgumentError: As `check_device_array`.
-        """
+        """Return the table for arrays, after `check_device_array` for each of them."""
         names = tuple(arrays)
         found = self._checked.find(arrays.values(), names, dtypes)
         if found.result is not None:
@@ -106,10 +97,7 @@ class PointerTable:
         self._launch("pack", flat, arrays)()
 
     def unpack(self, flat: Any, arrays: Mapping[str, Any]) -> None:
-        """Copy the flat buffer to arrays, converted to their dtypes.
-
-        Values that are too large for a dtype become infinite.
-        """
+        """Copy the flat buffer to arrays, as their dtypes; an overflow is infinity."""
         self.unpacking(flat, arrays)()
 
     def unpacking(
@@ -119,11 +107,7 @@ class PointerTable:
         return self._launch("unpack", flat, arrays)
 
     def compile(self, packed: np.dtype[Any], unpacked: np.dtype[Any]) -> None:
-        """Compile the kernels that pack into one dtype and unpack from another.
-
-        Raises:
-            DeviceUnavailableError: If that fails; names what is missing.
-        """
+        """Compile the kernels that pack into one dtype and unpack from another."""
         kernels.of_dtype("pack", packed)
         kernels.of_dtype("unpack", unpacked)
 
@@ -157,10 +141,8 @@ class PointerTable:
 def largest(arrays: Sequence[Any]) -> list[float]:
     """Return the largest absolute value of each array; NaN if the array has one.
 
-    One launch and one copy to the host for all. The host waits for the current stream.
-
-    Args:
-        arrays: Of dtypes that kernels read, on the current device.
+    One launch and one copy to the host for all arrays, of dtypes that kernels read. The
+    host waits for the current stream.
     """
     if not arrays:
         return []

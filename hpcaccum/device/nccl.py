@@ -23,15 +23,8 @@ class NcclSum:
     """Sums vectors of the current devices of several processes in place. Collective.
 
     Making one waits for all processes, without a time limit. It makes a first sum,
-    because NCCL connects the devices only then.
-
-    Args:
-        size: Number of processes; each has a device of its own.
-        identity: `unique_id` of one of them.
-        rank: Of this process, below ``size``.
-
-    Raises:
-        RuntimeError: If NCCL fails, or returns a wrong sum.
+    because NCCL connects the devices only then, and raises a RuntimeError if that is
+    wrong. All pass the same ``identity``, the `unique_id` of one of them.
     """
 
     def __init__(self, size: int, identity: bytes, rank: int) -> None:

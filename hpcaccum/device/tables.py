@@ -48,10 +48,9 @@ def upload(rows: ArrayLike, dtype: Any = np.int64) -> Any:
 class Chunks(NamedTuple):
     """The pieces of arrays that blocks work on; kernels take it as two arguments.
 
-    Attributes:
-        rows: On the device; a row of 2 int64 per chunk: number of the array, first
-            element. At least one, which may be empty: a launch needs a block.
-        length: The most elements that a chunk has.
+    `rows` is on the device; it has a row of 2 int64 per chunk: number of the array,
+    first element. At least one, which may be empty: a launch needs a block. A chunk has
+    at most `length` elements.
     """
 
     rows: Any
@@ -80,9 +79,8 @@ class RecentTables(Generic[T]):
 
     A table belongs to the stream that copied it, which lives as long. Another stream
     could read it too early, or after its memory was reused. Several threads may call.
-
-    The function, ``make``, has hashable arguments. It must not refer to what holds this
-    object: tables would stay until a garbage collection.
+    The function must not refer to what holds this object: tables would stay until a
+    garbage collection.
     """
 
     def __init__(self, make: Callable[..., T], most: int = RECENT) -> None:

@@ -34,13 +34,8 @@ class Transfer:
     """Copies the arrays of a layout between the current device and host memory.
 
     The copies wait for the caller's current stream; the host does not. Not for several
-    threads at once.
-
-    Args:
-        layout: Of the flat buffers.
-        sent: Dtype of the copies to the host.
-        received: Dtype of the copies from the host. If it is the same, both directions
-            share one buffer on the device.
+    threads at once. ``sent`` and ``received`` are the dtypes of the two directions. If
+    they are the same, both share one buffer on the device.
     """
 
     def __init__(
@@ -87,10 +82,9 @@ class Transfer:
         host: Array,
         pieces: Sequence[slice] | None = None,
     ) -> list[Any]:
-        """Begin to copy arrays to the host.
+        """Begin to copy arrays to the host; return an event for each piece.
 
-        Returns:
-            One event per piece. After its ``synchronize()`` the piece is complete.
+        A piece is complete after the ``synchronize()`` of its event.
         """
         self._pack(self._leaving, arrays)
         current_stream().record(self._packed)
@@ -111,10 +105,7 @@ class Transfer:
         return self._pieces[key]
 
     def pack(self, arrays: Mapping[str, Any]) -> Any:
-        """Copy arrays to the buffer for results, on the device; return the buffer.
-
-        Queued on the current stream, on which the buffer must be used.
-        """
+        """Copy arrays to the buffer for results, on this stream; return that."""
         self._pack(self._coming, arrays)
         # The next call may use another stream.
         current_stream().record(self._free_from)
@@ -142,17 +133,11 @@ class Transfer:
         current_stream().wait_event(self._returned)
         self.unpack(arrays)
 
-    def multiply(self, factor: float) -> None:
-        """Multiply the buffer that `pack` returned."""
-        if factor != 1:
+    def apply(self, operation: np.ufunc, number: float) -> None:
+        """Multiply or divide the buffer that `pack` returned."""
+        if number != 1:
             flat = self._coming
-            np.multiply(flat, flat.dtype.type(factor), out=flat)
-
-    def divide(self, divisor: float) -> None:
-        """Divide the buffer that `pack` returned."""
-        if divisor != 1:
-            flat = self._coming
-            np.divide(flat, flat.dtype.type(divisor), out=flat)
+            operation(flat, flat.dtype.type(number), out=flat)
 
     def unpack(self, arrays: Mapping[str, Any]) -> None:
         """Copy the buffer that `pack` returned to arrays."""

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcaccum import InvalidArgumentError, __version__, group_of
+from hpcaccum.errors import counted
 from hpcaccum.files import check_writable
 from hpcaccum.launch.probes import (
     BAD,
@@ -38,6 +39,7 @@ from hpcaccum.launch.probes import (
     to_go_on,
 )
 from hpcaccum.mpi import abort_job, launched_ranks, slurm_plugin
+from hpcaccum.option_values import add, add_flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -81,28 +83,17 @@ _KNOWN = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to the parser."""
-    parser.add_argument(
-        "--launcher",
-        metavar="COMMAND",
-        help="command that starts the small jobs, such as 'srun --mpi=pmix -N 2 -n 4' "
-        "(in a SLURM job: srun; otherwise mpiexec with 2 ranks)",
+    text = (
+        "command that starts the small jobs, such as 'srun --mpi=pmix -N 2 -n 4' (in "
     )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="limit for each probe (60); a probe that takes longer is a problem",
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write the findings as JSON"
-    )
-    parser.add_argument(
-        "--kill",
-        action="store_true",
-        help="in a job: kill the last rank at the end, to see whether the others go "
-        "on; the job may end with a status of the launcher (without a job: always)",
-    )
+    text += "a SLURM job: srun; otherwise mpiexec with 2 ranks)"
+    add(parser, "--launcher", str, text, metavar="COMMAND")
+    text = "limit for each probe (60); a probe that takes longer is a problem"
+    add(parser, "--timeout", float, text, 60.0, "SECONDS")
+    add(parser, "--json", Path, "also write the findings as JSON", metavar="FILE")
+    text = "in a job: kill the last rank at the end, to see whether the others go on; "
+    text += "the job may end with a status of the launcher (without a job: always)"
+    add_flag(parser, "--kill", text)
     # What the small jobs run.
     parser.add_argument("--probe", choices=PROBES, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -114,35 +105,26 @@ def needs_mpi(args: argparse.Namespace) -> bool:
 
 
 def prepare(args: argparse.Namespace) -> Callable[[], int]:
-    """Check the arguments; return what tries everything, and its exit status.
-
-    Raises:
-        InvalidArgumentError: If an argument is wrong, or there is no launcher.
-    """
+    """Check the arguments; return what tries everything, and its exit status."""
     if not 0 < args.timeout <= _LONGEST:
         raise InvalidArgumentError(
             f"--timeout must be more than 0 and at most {_LONGEST}, got {args.timeout}"
         )
     if args.probe:
         return functools.partial(_run_one, args)
+
+    def check() -> None:
+        if args.json is not None:
+            check_writable("--json", args.json)
+
     if needs_mpi(args):
-        _check_together(args.json)
+        group = group_of()
+        # Rank 0 writes it.
+        group.agree("--json", check if group.rank == 0 else lambda: None, lambda _: {})
         return functools.partial(_run_all, args)
-    _check(args.json)
+    check()
     launcher = _launcher() if args.launcher is None else _words(args.launcher)
     return functools.partial(_diagnose, launcher, args)
-
-
-def _check(path: Path | None) -> None:
-    if path is not None:
-        check_writable("--json", path)
-
-
-def _check_together(path: Path | None) -> None:
-    """Check the file, which rank 0 writes. Collective."""
-    group = group_of()
-    own = path if group.rank == 0 else None
-    group.agree("--json", functools.partial(_check, own), lambda _: {})
 
 
 def _words(launcher: str) -> list[str]:
@@ -205,8 +187,10 @@ def _tried(launcher: list[str], name: str, timeout: float) -> Finding:
         if out.exists():
             finding = Finding(*json.loads(out.read_text()))
             if ended == _SUCCESS or name == LOSS:
-                noisy = name == "windows" and _UCX in output
-                return _noted(finding) if noisy else finding
+                if name != "windows" or _UCX not in output:
+                    return finding
+                text = f"{finding.text}; Open MPI prints {_UCX!r} and works without UCX"
+                return Finding(NOTE, text, "export OMPI_MCA_osc=^ucx")
             # As in MPI_Finalize.
             ended = f"{finding.text}; afterwards {ended}"
         elif KILLS in output and not ended.startswith(_HANGS):
@@ -220,12 +204,6 @@ def _tried(launcher: list[str], name: str, timeout: float) -> Finding:
         advice = f"the MPI library is {library}: does the launcher belong to it?"
     text = f"{ended}; tried: {_tries(name)}\n{_telling(output)}"
     return Finding(BAD, text.rstrip(), advice)
-
-
-def _noted(finding: Finding) -> Finding:
-    """Say how to silence an error that Open MPI prints although windows work."""
-    text = f"{finding.text}; Open MPI prints {_UCX!r} and works without UCX"
-    return Finding(NOTE, text, "export OMPI_MCA_osc=^ucx")
 
 
 def _telling(output: str) -> str:
@@ -280,7 +258,7 @@ def _end(job: subprocess.Popen[bytes]) -> None:
 
 def _run_one(args: argparse.Namespace) -> int:
     group = group_of()
-    with _Limit(args.probe, args.timeout):
+    with _limit(args.probe, args.timeout):
         finding = PROBES[args.probe](group)
         if args.probe == "launch":
             finding = finding._replace(text=f"{finding.text}; {hosts(group)}")
@@ -298,37 +276,35 @@ def _run_all(args: argparse.Namespace) -> int:
         for name, probe in PROBES.items():
             if name == LOSS and not args.kill:
                 continue
-            with _Limit(name, args.timeout):
+            with _limit(name, args.timeout):
                 yield name, probe(group)
 
+    where = hosts(group)
     if group.rank == 0:
-        print(f"hpcaccum {__version__} doctor: {hosts(group)}", flush=True)
+        print(f"hpcaccum {__version__} doctor: {where}", flush=True)
         return _report(findings(), args.json)
-    hosts(group)
     for _ in findings():
         pass
     return 0
 
 
-class _Limit:
-    """Ends the job if the block takes too long."""
+@contextlib.contextmanager
+def _limit(name: str, seconds: float) -> Iterator[None]:
+    """End the job if the block takes too long."""
 
-    def __init__(self, name: str, seconds: float) -> None:
-        self._timer = threading.Timer(seconds, self._end, [name, seconds])
-        self._timer.daemon = True
-
-    def __enter__(self) -> None:
-        self._timer.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
-
-    @staticmethod
-    def _end(name: str, seconds: float) -> None:
+    def end() -> None:
         # The stacks are for a user who runs the probe alone: the doctor shows the end.
         faulthandler.dump_traceback(sys.stderr)
         print(f"{_tries(name)}: did not end within {seconds:g} s", file=sys.stderr)
         abort_job(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _tries(name: str) -> str:
@@ -350,13 +326,7 @@ def _report(findings: Iterable[tuple[str, Finding]], path: Path | None) -> int:
         text = f"{finding.verdict:8} {name:11} {finding.text}"
         advice = f"\n-> {finding.advice}" if finding.advice else ""
         print((text + advice).replace("\n", f"\n{'':21}"), flush=True)
-    counts = {kind: sum(each.verdict == kind for _, each in found) for kind in _KINDS}
-    print(", ".join(_count(number, kind) for kind, number in counts.items()))
-    return 1 if counts[BAD] else 0
-
-
-def _count(number: int, kind: str) -> str:
-    return f"{number} {kind}" + ("s" if number != 1 and kind != GOOD else "")
-
-
-_KINDS = (GOOD, NOTE, BAD)
+    verdicts = [finding.verdict for _, finding in found]
+    good, notes, bad = map(verdicts.count, (GOOD, NOTE, BAD))
+    print(f"{good} {GOOD}, {counted(notes, NOTE)}, {counted(bad, BAD)}")
+    return 1 if bad else 0

@@ -48,12 +48,9 @@ its own exit status"
 
 
 class Finding(NamedTuple):
-    """A result.
+    """A result: a verdict, what was found, in one line, and what to do about it.
 
-    Attributes:
-        verdict: GOOD, NOTE or BAD.
-        text: What was found, in one line.
-        advice: What to do about it; a line for the shell, if there is one.
+    The advice is a line for the shell, if there is one.
     """
 
     verdict: str

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from hpcaccum import InvalidArgumentError, checkpoint
 from hpcaccum.errors import RESTART
-from hpcaccum.option_values import whole
+from hpcaccum.option_values import add, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options] -- mpiexec ... python train.py ..."
     text = "how often the command is started again after it has lost a rank, if it has "
     text += "written a checkpoint since its last start (3)"
-    parser.add_argument("--restarts", type=whole, default=3, metavar="N", help=text)
+    add(parser, "--restarts", whole, text, 3)
     text = "where the command writes its checkpoints (its own --save DIR)"
-    parser.add_argument("--checkpoints", type=Path, metavar="DIR", help=text)
+    add(parser, "--checkpoints", Path, text, metavar="DIR")
     text = "a launcher with its program, which continues from its newest checkpoint"
     # Not `command`, which is the subcommand.
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="command", help=text)
@@ -146,10 +146,8 @@ def _is_loss(status: int) -> bool:
 
 
 def _end_was_planned() -> bool:
-    """Return whether the command asks for a start in another job, at its limit of time.
-
-    The file has a word in it if the command has only written a checkpoint.
-    """
+    """Return whether the command asks for a start in another job."""
+    # The file has a word in it if the command has only written a checkpoint.
     file = Path(os.environ.get("REQUEUE_FILE", ""))
     return file.is_file() and not file.read_text()
 

@@ -12,7 +12,7 @@ from hpcaccum import InvalidArgumentError
 from hpcaccum.bench import options as bench_options
 from hpcaccum.bench.command import needs_mpi
 from hpcaccum.files import shipped
-from hpcaccum.option_values import count
+from hpcaccum.option_values import add, count
 from hpcaccum.train import options as train_options
 
 if TYPE_CHECKING:
@@ -34,31 +34,21 @@ _SHORT = re.compile(r"(0+:)?0*[1-3](:\d+)?")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options to the parser."""
     parser.usage = "%(prog)s [options] -- train ... | bench ... | PROGRAM ..."
-    size = functools.partial(parser.add_argument, type=count, metavar="N")
-    size("--nodes", default=1, help="number of nodes (1)")
-    size("--ranks-per-node", default=4, help="ranks on each node (4)")
-    size("--cpus-per-rank", help="cores, and threads of NumPy's linear algebra (1)")
-    size("--gpus-per-node", help="GPUs (none; 4 with train --device cuda)")
-    parser.add_argument(
-        "--time",
-        type=_like(r"(\d+-)?\d+(:\d+){0,2}", "be minutes, M:S, H:M:S or D-H[:M[:S]]"),
-        help="time limit: minutes, H:M:S or D-H:M:S (1:00:00; 30 for benchmarks)",
-    )
-    parser.add_argument(
-        "--sweep",
-        type=_counts,
-        default=[],
-        metavar="1,2,4",
-        help="with bench: measure on each of these numbers of nodes in turn",
-    )
-    parser.add_argument(
-        "--name",
-        # It begins names of files, which follow options.
-        type=_like(
-            r"[\w.+][\w.+-]*", "have only letters, digits and . _ + -, not - first"
-        ),
-        help="name of the job (the name of the program)",
-    )
+    add(parser, "--nodes", count, "number of nodes (1)", 1)
+    add(parser, "--ranks-per-node", count, "ranks on each node (4)", 4)
+    text = "cores, and threads of NumPy's linear algebra (1)"
+    add(parser, "--cpus-per-rank", count, text)
+    add(parser, "--gpus-per-node", count, "GPUs (none; 4 with train --device cuda)")
+    kind = _like(r"(\d+-)?\d+(:\d+){0,2}", "be minutes, M:S, H:M:S or D-H[:M[:S]]")
+    text = "time limit: minutes, H:M:S or D-H:M:S (1:00:00; 30 for benchmarks)"
+    add(parser, "--time", kind, text, metavar=None)
+    text = "with bench: measure on each of these numbers of nodes in turn"
+    add(parser, "--sweep", _counts, text, [], "1,2,4")
+    # It begins names of files, which follow options.
+    text = "have only letters, digits and . _ + -, not - first"
+    kind = _like(r"[\w.+][\w.+-]*", text)
+    text = "name of the job (the name of the program)"
+    add(parser, "--name", kind, text, metavar=None)
     parser.add_argument(
         "--launcher",
         choices=("srun", "mpiexec"),

@@ -4,17 +4,16 @@ job: How this process is part of a job. `runtime` and `launcher` start MPI; `shu
     frees what is open at the end of the program, or ends the job; `process` has what
     ranks know of each other's processes, `cuda_aware` which memory MPI accepts.
 talk: A `Group` is a private communicator with exchanges that name the ranks they wait
-    for (`control`, over a `Mailbox`). `complete` waits for requests, `failures` has
-    calls that go on after a rank is lost. `progress` says how often a thread calls MPI
-    for other nodes; `creation` makes communicators.
-memory: `AtomicWords` (parts of a `word_window`) and `NodeMemory` are mapped by all
-    ranks of a node. Ranks of all nodes reach a `Region` one-sidedly. `windows` makes
-    those of MPI.
+    for (`control`, over a `Mailbox`). `requests` waits for those of MPI, and goes on
+    after a rank is lost. `progress` says how often a thread calls MPI for other nodes;
+    `creation` makes communicators.
+memory: `AtomicWords` and `NodeMemory` are mapped by all ranks of a node. Ranks of all
+    nodes reach a `Region` one-sidedly. `windows` makes those of MPI.
 life: `group_of` returns the group of a communicator. `Freeable` is the base class of
     collective objects; while there are any, the `heartbeat` finds ranks that are lost.
 
 `talk` imports `job`; `memory` and `life` import both, and not each other. All calls of
-MPI windows are in this package. Imports `errors`, `deadline` and `wake` only.
+MPI windows are in this package. Imports `errors` and `deadline` only.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from hpcaccum.mpi.job.shutdown import (
     abort_job,
     install_excepthook,
     is_ending,
-    report_and_abort,
+    or_abort,
 )
 from hpcaccum.mpi.life.communicators import group_of
 from hpcaccum.mpi.life.lifetime import Freeable, Objects
@@ -39,13 +38,11 @@ from hpcaccum.mpi.memory.atomic_words import AtomicWords, bits, number_of
 from hpcaccum.mpi.memory.node_memory import NodeMemory, memory_of_rank
 from hpcaccum.mpi.memory.region import Region
 from hpcaccum.mpi.memory.windows import memory_barrier
-from hpcaccum.mpi.talk.control_messages import Tag
 from hpcaccum.mpi.talk.creation import duplicate, split
-from hpcaccum.mpi.talk.failures import begun, is_complete, receive
 from hpcaccum.mpi.talk.group import Group
-from hpcaccum.mpi.talk.mailbox import Mailbox
+from hpcaccum.mpi.talk.mailbox import Mailbox, Tag
 from hpcaccum.mpi.talk.progress import short_switch_interval
-from hpcaccum.mpi.talk.requests import complete, keep
+from hpcaccum.mpi.talk.requests import begun, complete, is_complete, keep, receive
 
 __all__ = [
     "MPI",
@@ -76,8 +73,8 @@ __all__ = [
     "memory_of_rank",
     "number_in",
     "number_of",
+    "or_abort",
     "receive",
-    "report_and_abort",
     "short_switch_interval",
     "slurm_plugin",
     "split",

@@ -13,14 +13,13 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import sys
 import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from hpcaccum.deadline import EAGER, Deadline
+from hpcaccum.deadline import EAGER, Deadline, Wake
 from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError, plural
 from hpcaccum.mpi import (
     MPI,
@@ -28,11 +27,10 @@ from hpcaccum.mpi import (
     duplicate,
     is_complete,
     lack_of_threads,
+    or_abort,
     receive,
-    report_and_abort,
     short_switch_interval,
 )
-from hpcaccum.wake import Wake
 
 if TYPE_CHECKING:
     from hpcaccum.mpi import Group
@@ -328,7 +326,7 @@ class Agent:
         self._stopped = False
         name = f"agent of {self.describe([self.node])}"
         self._thread = threading.Thread(
-            target=self._run_or_abort, daemon=True, name=name
+            target=or_abort(self._run), daemon=True, name=name
         )
         self._thread.start()
 
@@ -342,19 +340,12 @@ class Agent:
         deadline.join(self._thread, lambda: "its thread to end")
         self._thread = None
 
-    def _run_or_abort(self) -> None:
-        try:
-            with short_switch_interval:
-                self._run()
-        except BaseException:
-            # Without this thread, ranks of all nodes would wait without end.
-            report_and_abort(*sys.exc_info())
-
     def _run(self) -> None:
         last = time.monotonic()
-        while not self._stopped:
-            if self._look() or self._nap(time.monotonic() - last):
-                last = time.monotonic()
+        with short_switch_interval():
+            while not self._stopped:
+                if self._look() or self._nap(time.monotonic() - last):
+                    last = time.monotonic()
 
     def _nap(self, idle: float) -> bool:
         """Nap; return whether it was woken, and may expect something soon."""

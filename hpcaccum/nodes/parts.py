@@ -18,7 +18,7 @@ from hpcaccum.nodes.transfer import (
     pieces_of,
     send_pieces,
 )
-from hpcaccum.spans import steps, traced
+from hpcaccum.spans import traced
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
@@ -306,7 +306,7 @@ class NodeParts(Service):
         """Whether this agent has all vectors of a node, or copies."""
         return node == self.agent.node or all(p.rank in copied for p in places)
 
-    @traced("receive", wrap=steps)
+    @traced("receive")
     def collecting(
         self,
         tag: int,
@@ -393,7 +393,7 @@ class NodeParts(Service):
         for piece in pieces_of(ranges, dtype.itemsize):
             yield self._sum_of(places, piece, next(buffers))
 
-    @traced("send", lambda args, _: {"to": args[1]}, steps)
+    @traced("send", lambda args, _: {"to": args[1]})
     def sending(
         self,
         rank: int,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from typing import TYPE_CHECKING
 
@@ -74,6 +73,9 @@ def compare(
     group: Group, variables: Sequence[Variable], ranks: Sequence[int], what: str
 ) -> None:
     """Raise unless the variables have the same bytes on all ranks. Collective."""
+    # Imported here, as it is slow.
+    import hashlib
+
     digests = [
         hashlib.blake2b(_bytes(_copy(var)).data, digest_size=16).digest()
         for var in variables

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hpcaccum.device import Transfer, copyto, is_device
 from hpcaccum.reducer.signature import FAILED
 from hpcaccum.reducer.staging import copy, copy_in
@@ -67,12 +69,9 @@ class DeviceCalls:
                 self._transfer.pin(memory)
 
     def start(self, name: str, inputs: Mapping[str, Any]) -> Iterable[str]:
-        """Begin to copy an array to the schedule's memory, after `prepare`.
+        """Begin to copy an array to the schedule's memory; yield complete ones.
 
         Waits only for a device that cannot reach that memory directly.
-
-        Returns:
-            The names whose copies are complete now, each once.
         """
         if not self._made:
             copy_in(inputs, self._schedule.arrays, self._schedule.sent)
@@ -115,7 +114,8 @@ class DeviceCalls:
             return self._schedule.finish(call)
         if self._started:
             call = call._replace(ready=self._wait_for_started)
-        if self._sends(call.inputs):
+        # Only all arrays together fill a bucket.
+        if len(call.inputs) == len(self._layout) and _first_is_device(call.inputs):
             if self._schedule.takes_device_memory:
                 return self._finish_directly(call)
             call = self._send(call)
@@ -133,11 +133,6 @@ class DeviceCalls:
             self._transfer.settle()
         return agreed
 
-    def _sends(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether inputs are copied from the device bucket by bucket."""
-        # Only all arrays together fill a bucket.
-        return len(inputs) == len(self._layout) and _first_is_device(inputs)
-
     def _send(self, call: Call) -> Call:
         """Begin to copy the inputs; return a call that waits for each bucket."""
         schedule = self._schedule
@@ -154,10 +149,10 @@ class DeviceCalls:
 
     def _finish_directly(self, call: Call) -> bool:
         flat: Any = self._transfer.pack(call.inputs)
-        self._transfer.multiply(self._schedule.weight)
+        self._transfer.apply(np.multiply, self._schedule.weight)
         agreed = self._schedule.reduce_device(call.signature, flat)
         if agreed:
-            self._transfer.divide(self._schedule.divisor)
+            self._transfer.apply(np.divide, self._schedule.divisor)
             if _first_is_device(call.out):
                 self._transfer.unpack(call.out)
             else:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpcaccum.device import copy_quietly
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.mpi import MPI, duplicate, split
 from hpcaccum.reducer.schedule import MessageSchedule
@@ -46,10 +47,8 @@ class Hierarchical(MessageSchedule):
 
     @classmethod
     def preferred(cls, case: Case) -> bool:
-        """Where a node has several ranks and the arrays are large; for ``wire_dtype``.
-
-        No other schedule between nodes takes a ``wire_dtype``.
-        """
+        """If a node has several ranks and arrays are large; for ``wire_dtype``."""
+        # No other schedule between nodes takes a wire_dtype.
         large = case.nodes < case.ranks and case.nbytes >= _LEAST_BYTES
         return large or case.wire_dtype is not None
 
@@ -64,10 +63,9 @@ class Hierarchical(MessageSchedule):
         color = place if place < summing else MPI.UNDEFINED
         peers = split(group.comm, color, number)
         self._peers = Peers(peers, plan)
-        wait = plan.wait.progressing(self._progress)
-        self._sum = NodeSum(
-            self._inside, plan.layout, plan.buckets, summing, wait, _scaled
-        )
+        wait = plan.wait.moving_data(self._progress)
+        inside = plan._replace(group=self._inside, wait=wait)
+        self._sum = NodeSum(inside, summing, _scaled)
         super().__init__(plan, self._sum.sent, self._sum.received)
         self.result_bytes = self._sum.result_bytes
 
@@ -117,10 +115,8 @@ class Hierarchical(MessageSchedule):
 
 
 def _scaled(weights: Sequence[float]) -> tuple[Sequence[float], float]:
-    """Return the factors and the divisor of sums that are as large as without weights.
-
-    That matters if they travel in a narrower dtype. A power of 2 changes no bit.
-    """
+    """Return factors and divisor of sums that are as large as without weights."""
+    # That matters if they travel in a narrower dtype. A power of 2 changes no bit.
     mean = sum(weights) / len(weights)
     return weights, math.ldexp(0.5, math.frexp(mean)[1])
 
@@ -139,12 +135,8 @@ class Peers:
     the sum to all: a reduce-scatter and an allgather. This moves no more bytes than the
     best allreduce, and fixes the order of summation.
 
-    Args:
-        comm: The ranks, COMM_NULL on a rank that takes no part; freed by `free`.
-        plan: Of the schedule.
-
-    Attributes:
-        begun: Vectors begun in this call.
+    `begun` is how many vectors were begun in this call. ``comm`` is COMM_NULL on a rank
+    that takes no part.
     """
 
     def __init__(self, comm: mpi4py_MPI.Intracomm, plan: Plan) -> None:
@@ -164,12 +156,8 @@ class Peers:
     def begin(self, vector: Array, node: tuple[float, float], *, mean: bool) -> None:
         """Begin to replace a vector by the sum over all ranks, or by their mean.
 
-        All ranks begin their vectors in the same order.
-
-        Args:
-            vector: The weighted sum of this node, over a divisor.
-            node: The sum of the weights of this node, and the divisor.
-            mean: Whether the result is divided by the sum of all weights.
+        All ranks begin their vectors in the same order. A vector is the weighted sum of
+        a node over a divisor; ``node`` has the sum of these weights, and this divisor.
         """
         number = self.begun
         self.begun += 1
@@ -181,7 +169,7 @@ class Peers:
             self._exchange = self._comm.Iallgather(MPI.IN_PLACE, self._nodes)
         sent, received = buffers = self._room(number, vector)
         if sent is not vector:
-            _narrow(vector, sent)
+            copy_quietly(sent, vector)
         counts, places = self._pieces(vector)
         mine = [received.shape[1] * sent.itemsize] * self._comm.size
         request = self._comm.Ialltoallv(
@@ -234,7 +222,7 @@ class Peers:
         with np.errstate(all="ignore"):
             add_in_order(list(received), piece, divisor, self._threads, divisors)
         if sent is not vector:
-            _narrow(piece, self._mine(sent))
+            copy_quietly(self._mine(sent), piece)
         request = self._gather.Iallgatherv(
             MPI.IN_PLACE, [_bytes(sent), *self._pieces(vector), MPI.BYTE]
         )
@@ -250,12 +238,6 @@ class Peers:
         if self._comm:
             self._gather.Free()
             self._comm.Free()
-
-
-def _narrow(wide: Array, narrow: Array) -> None:
-    """Round to a narrower dtype; an overflow becomes infinity."""
-    with np.errstate(all="ignore"):
-        np.copyto(narrow, wide, casting="same_kind")
 
 
 def _bytes(array: Array) -> Array:

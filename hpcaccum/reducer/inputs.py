@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.arguments import converted, fitting
-from hpcaccum.device import Entry, Known, all_on_device, is_device, tables
+from hpcaccum.device import Known, all_on_device, is_device, tables
 from hpcaccum.dtypes import FLOATS, check_unmasked
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.overlap import sharing
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Mapping
 
     from hpcaccum.dtypes import Array
 
@@ -22,14 +22,9 @@ if TYPE_CHECKING:
 class Inputs:
     """Checks the inputs and targets of a call. A set of names is an int of bits.
 
-    Args:
-        what: Begins messages.
-        arrays: The reducer's own arrays.
-        results: The memory of its results, flat, of the dtype of sums.
-        device_only: The schedule, if it reduces arrays on the device only.
-
-    Attributes:
-        all: The set of all names.
+    ``arrays`` are the reducer's own; `all` is the set of their names. ``results`` is
+    the flat memory of its results. ``device_only`` names the schedule, if it reduces
+    arrays on the device only.
     """
 
     def __init__(
@@ -52,10 +47,6 @@ class Inputs:
         self._passed: Known[int] = Known(tables.RECENT + 2 * len(arrays))
         # Whether arrays may be on a device: `find` takes longer than to check a few.
         self._on_device = False
-
-    def _find(self, arrays: Mapping[str, Any], *more: Hashable) -> Entry[int]:
-        """Return the entry of arrays among those that have passed all checks."""
-        return self._passed.find(arrays.values(), tuple(arrays), *more)
 
     def _own(self, name: str) -> tuple[Array, tuple[int, ...], np.dtype[Any], int]:
         try:
@@ -86,12 +77,9 @@ class Inputs:
     def check(
         self, arrays: Mapping[str, Any], started: int
     ) -> tuple[dict[str, Array], int]:
-        """Check the inputs of a call.
-
-        Returns:
-            The arrays to copy in, and the set of all names in ``arrays``.
-        """
-        entry = self._on_device and self._find(arrays, started)
+        """Return the inputs to copy in, and the set of all their names."""
+        known = self._on_device and self._passed
+        entry = known and known.find(arrays.values(), tuple(arrays), started)
         if entry and entry.result is not None:
             return dict(arrays), entry.result
         found, members, plain = {}, 0, True
@@ -123,7 +111,8 @@ class Inputs:
 
     def targets(self, out: Mapping[str, Array], members: int) -> Mapping[str, Array]:
         """Check the arrays that results are copied to, and return them."""
-        entry = self._on_device and self._find(out, "out", members)
+        known = self._on_device and self._passed
+        entry = known and known.find(out.values(), tuple(out), "out", members)
         if entry and entry.result is not None:
             return out
         plain = True
@@ -182,10 +171,7 @@ class Inputs:
         self._passed.clear()
 
     def exact(self, out: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Return the targets that a schedule copies results to, of at least one.
-
-        These are on the device, or have the dtype of the results.
-        """
+        """Return the targets that a schedule copies to; there is at least one."""
         if self._on_device and is_device(next(iter(out.values()))):
             return out
         return {n: array for n, array in out.items() if array.dtype is self._wide}

@@ -115,8 +115,7 @@ def _connect(group: Group) -> NcclSum:
         failure = error
     cards, identities = zip(*group.raise_together(_WHAT, failure, found), strict=True)
     _check_apart(cards)
-    attempt = _Attempt(group, identities[0])
-    return attempt.result()
+    return _connected(group, identities[0])
 
 
 def _check_apart(cards: tuple[str, ...]) -> None:
@@ -130,51 +129,39 @@ def _check_apart(cards: tuple[str, ...]) -> None:
             )
 
 
-class _Attempt:
-    """One attempt to connect, in a thread, because NCCL has no time limit. Collective.
+def _connected(group: Group, identity: bytes) -> NcclSum:
+    """Connect in a thread, because NCCL has no time limit. Collective.
 
-    Each rank writes to shared memory how its attempt has ended. A rank whose NCCL waits
-    for one that has failed learns it there.
+    Each rank writes to shared memory how that has ended, for ranks whose NCCL waits.
     """
+    memory = NodeMemory(group, [8] * group.size)
+    ends = [part.view(np.int64) for part in memory.parts]
+    device, made, failures = current_device(), list[NcclSum](), list[Exception]()
 
-    def __init__(self, group: Group, identity: bytes) -> None:
-        self._group, self._identity = group, identity
-        self._memory = NodeMemory(group, [8] * group.size)
-        self._ends = [part.view(np.int64) for part in self._memory.parts]
-        self._device = current_device()
-        self._made: NcclSum | None = None
-        self._failure: Exception | None = None
-        threading.Thread(target=self._run, name="hpcaccum-nccl", daemon=True).start()
-
-    def _run(self) -> None:
+    def connect() -> None:
         try:
             # The current device is one of each thread.
-            cupy().cuda.Device(self._device).use()
-            self._made = NcclSum(self._group.size, self._identity, self._group.rank)
+            cupy().cuda.Device(device).use()
+            made.append(NcclSum(group.size, identity, group.rank))
         except Exception as error:
-            self._failure = RuntimeError(f"NCCL cannot connect: {error}")
-        self._ends[self._group.rank][0] = _FAILS if self._failure else _WORKS
+            failures.append(RuntimeError(f"NCCL cannot connect: {error}"))
+        ends[group.rank][0] = _FAILS if failures else _WORKS
 
-    def result(self) -> NcclSum:
-        """Wait for all ranks; return what sums, or raise on every rank."""
-        try:
-            Deadline(None, f"{_WHAT}: connecting").wait(self._ended, self._missing)
-            self._group.raise_together(_WHAT, self._failure)
-        except BaseException:
-            if self._made is not None:
-                self._made.abort()
-            raise
-        self._memory.free()
-        assert self._made is not None
-        return self._made
+    def ended() -> bool | None:
+        found = [int(end[0]) for end in ends]
+        return True if _FAILS in found or all(found) else None
 
-    def _ended(self) -> bool | None:
-        """Return whether all ranks are connected; None if they may yet be."""
-        ends = [int(end[0]) for end in self._ends]
-        if _FAILS in ends:
-            return False
-        return True if all(ends) else None
+    def missing() -> str:
+        late = [rank for rank, end in enumerate(ends) if not end[0]]
+        return f"{format_ranks(late)} of {group.size} to connect by NCCL"
 
-    def _missing(self) -> str:
-        late = [rank for rank, end in enumerate(self._ends) if not end[0]]
-        return f"{format_ranks(late)} of {self._group.size} to connect by NCCL"
+    threading.Thread(target=connect, name="hpcaccum-nccl", daemon=True).start()
+    try:
+        Deadline(None, f"{_WHAT}: connecting").wait(ended, missing)
+        group.raise_together(_WHAT, failures[0] if failures else None)
+    except BaseException:
+        for each in made:
+            each.abort()
+        raise
+    memory.free()
+    return made[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpcaccum.mpi import AtomicWords, NodeMemory, bits, number_of
-from hpcaccum.reducer.schedule import Schedule
+from hpcaccum.reducer.schedule import Schedule, all_that_live
 from hpcaccum.reducer.staging import copy
 from hpcaccum.summation import Quiet, add_at_once
 
@@ -39,11 +39,6 @@ class OneShot(Schedule):
     def fits(cls, case: Case) -> bool:
         """Whether the arrays are small; it has no buckets whose size could be set."""
         return case.nbytes <= _MOST_BYTES and case.bucket_bytes is None
-
-    @classmethod
-    def preferred(cls, case: Case) -> bool:
-        """Whenever it can be used."""
-        return True
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
@@ -87,16 +82,12 @@ class OneShot(Schedule):
         return True
 
     def _all_agree(self, mine: int) -> bool:
-        """Wait for the calls of all ranks; return whether their signatures are mine.
-
-        Those are counted whose calls are here.
-
-        A rank that sees the number of a call also sees its signature and weight:
-        `store` orders that number after them, and `read_range` what is read later after
-        it. Nor does it see those of a later call. A rank writes to this block again two
-        calls later. Before, it has waited for all ranks in the call between the two,
-        which a rank begins after it has read this block.
-        """
+        """Wait for the calls of all ranks; return whether their signatures are mine."""
+        # A rank that sees the number of a call also sees its signature and weight:
+        # `store` orders that number after them, and `read_range` what is read later
+        # after it. Nor does it see those of a later call. A rank writes to this block
+        # again two calls later. Before, it has waited for all ranks in the call between
+        # the two, which a rank begins after it has read this block.
         words, size, call = self._words, self._size, self._calls
         first, read = call % 2 * 3 * size, words.read_range
         own, here, weighted = first + self._rank, call << 1, self.weight != 1
@@ -120,18 +111,13 @@ class OneShot(Schedule):
 
     def _may_go_on(self, first: int, least: int) -> bool:
         """Look whether all calls are here but those of ranks that have died."""
-        # Before the numbers: a rank may have published its own, and then died.
-        if not (gone := self._gone()):
-            return False
-        found = self._words.read_range(first, self._size)
-        here = [rank for rank, number in enumerate(found) if number >= least]
-        if len({*here} | gone) < self._size:
-            return False
-        if len(here) < self._size:
+        read = self._words.read_range
+        here = all_that_live(self._gone, lambda: read(first, self._size), least)
+        if 0 < len(here) < self._size:
             parity = self._calls % 2
             self._summed[parity] = [self._copies[parity][rank] for rank in here]
             self.counted = here
-        return True
+        return bool(here)
 
     def late(self) -> list[int]:
         """Return the ranks that this one waits for."""

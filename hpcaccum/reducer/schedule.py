@@ -39,13 +39,8 @@ if TYPE_CHECKING:
 class Case(NamedTuple):
     """What a schedule is selected for; the same on all ranks.
 
-    Attributes:
-        ranks, nodes: Size of the group.
-        cores: The least that a rank has for itself.
-        nbytes: Bytes of the arrays of one rank.
-        wire_dtype: Dtype in which sums are to travel between nodes; None for theirs.
-        bucket_bytes: Bytes of a bucket, if the user set them.
-        cuda_aware: Whether MPI is to be given device memory.
+    ``cores`` is the least that a rank has for itself, ``nbytes`` the size of the arrays
+    of one rank, ``bucket_bytes`` what the user has set.
     """
 
     ranks: int
@@ -58,15 +53,10 @@ class Case(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a schedule is made from.
+    """What a schedule is made from; whether calls go on without ranks that have died.
 
-    Attributes:
-        group: The ranks.
-        layout: Of the arrays.
-        buckets: Pieces of the buffer, in the order of work.
-        wire_dtype: Dtype in which sums travel between nodes; None for theirs.
-        wait: Waits for other ranks.
-        shrinks: Whether calls go on without ranks that have died.
+    ``buckets`` are pieces of the buffer, in the order of work; ``wire_dtype`` is the
+    dtype in which sums travel between nodes, None for theirs.
     """
 
     group: Group
@@ -116,10 +106,9 @@ class Readiness:
 
 
 class Call(NamedTuple):
-    """One reduction, as this rank makes it.
+    """One reduction, as this rank makes it; all ranks must have the same signature.
 
     Attributes:
-        signature: Must be the same on all ranks.
         inputs: Arrays to copy in. What is missing lies in `Schedule.arrays` already.
         out: Arrays to copy results to.
         ready: Waits until the inputs of a bucket, by its number, are in
@@ -145,17 +134,23 @@ def combined(weights: Sequence[float], *, mean: bool) -> tuple[Sequence[float], 
     return weights, sum(weights) if mean else 1.0
 
 
+def all_that_live(
+    gone: Callable[[], frozenset[int]], read: Callable[[], list[int]], least: int
+) -> list[int]:
+    """Return the ranks whose words have a value, if all others have died; else none."""
+    # Before the words: a rank may have written its own, and then died.
+    if not (dead := gone()):
+        return []
+    words = read()
+    here = [rank for rank, word in enumerate(words) if word >= least]
+    return here if len({*here} | dead) == len(words) else []
+
+
 class Schedule:
     """Moves and sums the arrays of one rank. Collective.
 
-    Args:
-        plan: What it is made from.
-        sent, received: Memory for the attributes of these names; by default it is
-            allocated.
-
     Attributes:
         name: By which users select it; several schedules may share one.
-        needs_one_node: Whether all ranks must be on one node.
         takes_wire_dtype: Whether sums that travel between nodes can be narrowed, or
             none do.
         takes_device_memory: Whether it gives device memory to MPI, for
@@ -164,11 +159,9 @@ class Schedule:
             overrides `reduce_device` and `check_usable`.
         default_bucket_bytes: What `bucket_bytes` returns, unless it is overridden.
         fallback: Name of the schedule to use where this one does not fit.
-        arrays: This rank's arrays, of the layout's dtype.
-        results: The reduced arrays, of the dtype of sums, read-only.
-        sent, received: The flat memory of these two.
-        window_bytes: Bytes of gradients in this rank's memory.
-        result_bytes: Bytes of results in this rank's memory.
+        sent, arrays: This rank's arrays, flat and by name, of the layout's dtype.
+        received, results: The reduced arrays, of the dtype of sums.
+        window_bytes, result_bytes: Bytes of these in this rank's memory.
         weight: Of this rank's arrays in a call, which it multiplies.
         mean: Whether the sums of a call are divided by the sum of the weights.
         total_weight: Sum of the weights that the last call has counted.
@@ -196,7 +189,7 @@ class Schedule:
     @classmethod
     def preferred(cls, case: Case) -> bool:
         """Whether ``"auto"`` selects it, if it can be used."""
-        return False
+        return not cls.device_only
 
     @classmethod
     def bucket_bytes(cls, case: Case) -> int:
@@ -264,13 +257,10 @@ class Schedule:
         return agreed
 
     def complete(self, call: Call) -> bool:
-        """Wait until all buckets are reduced and all signatures are compared.
+        """Wait until all buckets are reduced; return whether signatures agree.
 
         Call ``call.reduced`` for each bucket, if it is not None. All ranks must return,
         also if signatures differ: they then raise the same error.
-
-        Returns:
-            Whether all ranks have the same signature.
         """
         raise NotImplementedError
 
@@ -309,8 +299,7 @@ class Schedule:
     def free(self, *, abandoned: bool = False) -> None:
         """Free windows and communicators, and release the memory. Collective.
 
-        Args:
-            abandoned: Whether a rank has left a call before it was complete.
+        If ``abandoned``, a rank has left a call before it was complete.
         """
         self.sent = self.received = np.empty(0, self.received.dtype)
         self.arrays, self.results = {}, {}
@@ -342,9 +331,9 @@ class MessageSchedule(Schedule):
         self._wait = plan.wait.moving_data()
 
     def collect(self, number: int) -> None:
-        """Wait until the sums of a bucket are in `received`, divided by `divisor`.
+        """Wait, with `_wait`, until the mean or sum of a bucket is in `received`.
 
-        Called for each bucket in order, after all were offered. Waits with `_wait`.
+        Called for each bucket in order, after all were offered.
         """
         raise NotImplementedError
 

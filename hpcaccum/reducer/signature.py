@@ -6,7 +6,6 @@ these numbers while the data travel; only if they differ do they exchange the fa
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpcaccum.errors import format_ranks
@@ -22,6 +21,9 @@ FAILED = 0
 
 def digest(*facts: object) -> int:
     """Return a hash of 64 bits, the same on all ranks, of facts that have a `repr`."""
+    # Imported here, as it is slow.
+    import hashlib
+
     found = hashlib.blake2b(repr(facts).encode(), digest_size=8).digest()
     return int.from_bytes(found, "little", signed=True)
 

@@ -103,7 +103,9 @@ class Staging:
         """Select the arrays of a call that are copied by pieces."""
         if not self._worthwhile:
             return StagedCopies({}, {}, out)
-        targets = self._targets(out)
+        # Those outside this rank's inputs, which other ranks still read.
+        vectors = _vectors(out).items()
+        targets = {n: each for n, each in vectors if not overlap(each, self._sent)}
         rest = {name: array for name, array in out.items() if name not in targets}
         return StagedCopies(self._sources(inputs, out), targets, rest)
 
@@ -124,11 +126,6 @@ class Staging:
         # An input that is its own target is apart from the other targets, as these are.
         others = [array for name, array in inputs.items() if out.get(name) is not array]
         return {} if any(crossing(others, out.values())) else sources
-
-    def _targets(self, out: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Select targets outside this rank's inputs, which other ranks still read."""
-        vectors = _vectors(out)
-        return {n: a for n, a in vectors.items() if not overlap(a, self._sent)}
 
     def direct(self, number: int, inputs: Mapping[str, Array]) -> Array | None:
         """Return this rank's input to its own stripe, if it need not be copied.

@@ -17,7 +17,7 @@ import numpy as np
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.layout import ALIGNMENT
 from hpcaccum.mpi import AtomicWords, NodeMemory, bits, number_of
-from hpcaccum.reducer.schedule import Schedule, combined
+from hpcaccum.reducer.schedule import Schedule, all_that_live, combined
 from hpcaccum.reducer.staging import StagedCopies, Staging, copy, copy_in, stages
 from hpcaccum.summation import Quiet, add_in_order
 
@@ -25,10 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpcaccum.dtypes import Array
-    from hpcaccum.layout import Layout
-    from hpcaccum.mpi import Group
     from hpcaccum.reducer.schedule import Call, Case, Plan
-    from hpcaccum.reducer.waiting import SpinWait
 
 # Bytes of the largest bucket of which threads share the work.
 _MOST_SHARED = 16 << 20
@@ -58,17 +55,10 @@ class TwoShot(Schedule):
     default_bucket_bytes = 2 << 20
 
     @classmethod
-    def preferred(cls, case: Case) -> bool:
-        """Whenever it can be used."""
-        return True
-
-    @classmethod
     def bucket_bytes(cls, case: Case) -> int:
-        """Return what stays in the cache, or more if several threads share the work.
-
-        One thread is faster where the bytes just copied are still in the cache.
-        Several need pieces that are large enough to be shared.
-        """
+        """Return what stays in the cache, or more if several threads share the work."""
+        # One thread is faster where the bytes just copied are still in the cache.
+        # Several need pieces that are large enough to be shared.
         if case.cores == 1:
             return cls.default_bucket_bytes
         return min(max(case.nbytes // 4, cls.default_bucket_bytes), _MOST_SHARED)
@@ -76,13 +66,7 @@ class TwoShot(Schedule):
     def __init__(self, plan: Plan) -> None:
         group, layout = plan.group, plan.layout
         self._sum = NodeSum(
-            group,
-            layout,
-            plan.buckets,
-            group.size,
-            plan.wait,
-            lambda weights: combined(weights, mean=self.mean),
-            plan.gone,
+            plan, group.size, lambda weights: combined(weights, mean=self.mean)
         )
         sent, received = self._sum.sent, self._sum.received
         super().__init__(plan, sent, received)
@@ -180,40 +164,25 @@ class NodeSum:
     signatures of all ranks; and the weights of this call that are not 1, which no rank
     changes before all stripes are summed.
 
-    Args:
-        group: The ranks of the node.
-        layout: Of the arrays.
-        buckets: Pieces of the buffer, in the order of work.
-        summing: How many ranks, the first ones, sum a stripe of each bucket.
-        wait: Waits for the other ranks.
-        combine: Returns the factors and the divisor of a sum, given the weights.
-        gone: Returns the ranks that have died, for which no call waits. The next one
-            sums the stripes of such a rank, if each rank contributes all its buckets at
-            once, and sums a stripe.
+    If a plan goes on without ranks that have died, the next rank sums the stripes of
+    such a rank. Each rank then contributes all its buckets at once, and sums a stripe.
 
-    Attributes:
-        sent: This rank's arrays, flat.
-        received: The results of the last call, flat, the same memory on all ranks.
-        stripe_slices: The piece of each bucket that this rank sums.
-        stripes: The same as arrays, of the results.
-        summed: Number of buckets of which this rank has summed its stripe.
-        result_bytes: Bytes of the results, counted on the first rank of the node.
-        counted: The ranks whose arrays the last call has summed.
-        weight: Of this rank's arrays in a call, which multiplies them.
-        total_weight: Sum of the weights of the ranks that are counted.
-        divisor: Of the sums of a call.
+    Args:
+        plan: Its group has the ranks of the node.
+        summing: How many ranks, the first ones, sum a stripe of each bucket: one of
+            `stripes`, at `stripe_slices`; `summed` counts those of this rank.
+        combine: Returns the factors and the divisor of a sum, given the weights.
+
+    The other attributes are as those of `Schedule`; all ranks share `received`.
     """
 
     def __init__(
         self,
-        group: Group,
-        layout: Layout,
-        buckets: list[slice],
+        plan: Plan,
         summing: int,
-        wait: SpinWait,
         combine: Callable[[Sequence[float]], tuple[Sequence[float], float]],
-        gone: Callable[[], frozenset[int]] = frozenset,
     ) -> None:
+        group, layout, buckets = plan.group, plan.layout, plan.buckets
         self._rank, self._size, self._count = group.rank, group.size, len(buckets)
         wide = accumulation_dtype(layout.dtype)
         mine = [stripe(b, group.rank, summing, wide.itemsize) for b in buckets]
@@ -225,7 +194,7 @@ class NodeSum:
             [_bytes(each, wide.itemsize) for each in mine],
         )
         parts = [part.view(layout.dtype) for part in self._memory.parts]
-        self._parts, self._buckets, self._gone = parts, buckets, gone
+        self._parts, self._buckets, self._gone = parts, buckets, plan.gone
         self.sent, self.received = parts[group.rank], self._memory.common.view(wide)
         self.result_bytes = common if group.rank == 0 else 0
         self.stripe_slices = mine
@@ -237,7 +206,7 @@ class NodeSum:
             for piece, stage in zip(mine, moved, strict=True)
         ]
         self._words = AtomicWords(group, 0, (2 * 2 + 1) * group.size)
-        self._wait, self._quiet, self._threads = wait, Quiet(), group.own_cores
+        self._wait, self._quiet, self._threads = plan.wait, Quiet(), group.own_cores
         # The counts at the beginning of this call, and this rank's since then.
         self._base = self._contributed = self.summed = self._calls = 0
         self._signature = 1
@@ -284,16 +253,11 @@ class NodeSum:
 
     def _may_go_on(self, least: int) -> bool:
         """Look whether all ranks have contributed but those that have died."""
-        # Before the words: a rank may have contributed, and then died.
-        if not (gone := self._gone()):
-            return False
-        words = enumerate(self._words.read_range(0, self._size))
-        here = [rank for rank, word in words if word >= least]
-        if len({*here} | gone) < self._size:
-            return False
-        if len(here) < self._size:
+        read = self._words.read_range
+        here = all_that_live(self._gone, lambda: read(0, self._size), least)
+        if 0 < len(here) < self._size:
             self.counted, self._weighted = here, True
-        return True
+        return bool(here)
 
     def _sum(self, words: list[int], direct: Array | None) -> None:
         """Sum the next stripe, of which all ranks have contributed the inputs."""
@@ -314,10 +278,7 @@ class NodeSum:
             self._quiet(add_in_order, parts, out, *numbers)
 
     def _stand_in(self) -> bool:
-        """Sum the stripes of ranks that have died, if this rank is the next one.
-
-        Returns False, to look again.
-        """
+        """Sum for ranks that have died, if this is the next one; return False."""
         if gone := self._gone():
             size = self._size
             before = [(self._rank - step) % size for step in range(1, size)]
@@ -338,10 +299,9 @@ class NodeSum:
         self._words.store(self._size + rank, [self._base + self._count + 1])
 
     def report(self, signature: int) -> None:
-        """Publish how many stripes this rank has summed.
+        """Publish how many stripes this rank has summed; at the end the signature.
 
-        After the last one also the signature, before a count that is larger by one: see
-        `OneShot` for why ranks that see this count see the signature of this call.
+        See `OneShot` for why ranks that see this count see the signature of this call.
         """
         self._signature, complete = signature, self.summed == self._count
         if complete:

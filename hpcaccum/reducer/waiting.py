@@ -20,15 +20,9 @@ if TYPE_CHECKING:
 class CallSequence:
     """Counts the calls of one reducer, and waits in them for the other ranks.
 
-    Calls of different ranks are paired in their order. The first one may begin after
-    `open`.
-
-    Attributes:
-        broken: Whether this rank is in a call that is not complete, or has left one.
-            Other ranks may then still read and write this rank's memory.
-        waited: Seconds that this rank has spent in calls.
-        track: The order of these calls among the other collective calls of the group;
-            counts the complete ones.
+    `broken` is whether this rank is in a call that is not complete, or has left one:
+    others may still use its memory. `waited` are its seconds in calls. After `open`,
+    the `track` orders these among the other collective calls of the group.
     """
 
     def __init__(self, group: Group, name: str) -> None:
@@ -38,9 +32,7 @@ class CallSequence:
     def open(self, label: str, late: Callable[[], list[int] | None]) -> None:
         """Begin to count; in the same order on all ranks.
 
-        Args:
-            label: Of the reducer.
-            late: Returns the ranks that a call waits for; None if it cannot know.
+        ``late`` returns the ranks that a call waits for; None if it cannot know.
         """
         self.track = self._group.control.open_track(f"{label}: reduction")
         self._late = late
@@ -61,11 +53,13 @@ class CallSequence:
         """Wait in the next call until ``ready`` returns something other than None."""
         deadline, control = Deadline(None, self), self._group.control
 
-        def check() -> None:
-            control.check(self.track, deadline)
+        def look() -> bool | None:
+            if (result := ready()) is None:
+                control.check(self.track, deadline)
+            return result
 
         try:
-            deadline.wait(ready, self._missing, check=check, moves_data=moves_data)
+            deadline.wait(look, self._missing, moves_data=moves_data)
         except BaseException:
             control.depart(self.track)
             raise
@@ -100,22 +94,17 @@ class SpinWait:
         self._progress: Callable[[], object] | None = None
         self._moves_data = False
 
-    def moving_data(self) -> SpinWait:
-        """Return one for what moves data, such as tests of MPI's requests."""
-        other = copy.copy(self)
-        other._moves_data = True
-        return other
+    def moving_data(self, progress: Callable[[], object] | None = None) -> SpinWait:
+        """Return one for what moves data, such as tests of MPI's requests.
 
-    def progressing(self, progress: Callable[[], object]) -> SpinWait:
-        """Return one that also calls ``progress`` before each look.
-
-        A rank that only reads memory makes no progress in MPI, which ranks of other
-        nodes may depend on.
+        It calls ``progress`` before each look: a rank that only reads memory makes no
+        progress in MPI, which ranks of other nodes may depend on.
         """
-        other = self.moving_data()
-        other._progress = progress
-        # Beside the time of a message to another node, yielding costs little.
-        other._between = os.sched_yield
+        other = copy.copy(self)
+        other._moves_data, other._progress = True, progress
+        if progress is not None:
+            # Beside the time of a message to another node, yielding costs little.
+            other._between = os.sched_yield
         return other
 
     def __call__(self, ready: Callable[[], bool]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import BrokenObjectError, EverybodyLeftError
-from hpcaccum.mpi import report_and_abort
+from hpcaccum.mpi import or_abort
 from hpcaccum.nodes import LostNodeError
 from hpcaccum.rows import IndexedSlices
 from hpcaccum.server.double_buffer import version_of
@@ -96,16 +95,9 @@ class Loop:
             return
         name = f"server ({type(self).__name__})"
         self._thread = threading.Thread(
-            target=self._run_or_abort, daemon=True, name=name
+            target=or_abort(self.run), daemon=True, name=name
         )
         self._thread.start()
-
-    def _run_or_abort(self) -> None:
-        try:
-            self.run()
-        except BaseException:
-            # Without this thread every rank would wait for its update.
-            report_and_abort(*sys.exc_info())
 
     def end(self, deadline: Deadline) -> None:
         """Wait until the thread has ended, if there is one; all ranks have left by now.

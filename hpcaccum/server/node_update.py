@@ -15,7 +15,6 @@ the root can make the pieces of that rank again, from the chunk where it was.
 from __future__ import annotations
 
 import contextlib
-import sys
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -27,7 +26,7 @@ from hpcaccum.mpi import (
     bits,
     memory_of_rank,
     number_of,
-    report_and_abort,
+    or_abort,
 )
 from hpcaccum.nodes import Place
 from hpcaccum.spans import traced
@@ -280,19 +279,12 @@ class NodeUpdate:
 
     def _start(self, threads: int) -> None:
         self._join()
-        self._working = run_elsewhere(self._work_or_abort, threads)
+        self._working = run_elsewhere(or_abort(self._work), threads)
 
     def _join(self) -> None:
         for call in self._working:
             call.result()
         self._working = ()
-
-    def _work_or_abort(self) -> None:
-        try:
-            self._work()
-        except BaseException:
-            # The root waits for the piece.
-            report_and_abort(*sys.exc_info())
 
     @traced("update")
     def _work(self) -> None:

@@ -21,7 +21,7 @@ from hpcaccum.nodes import (
     send_pieces,
 )
 from hpcaccum.server.parameter_copies import NOTHING, copying
-from hpcaccum.spans import steps, traced
+from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Sequence
@@ -128,7 +128,7 @@ class ParameterAgent(Service):
         if not self._lacks:
             self._arrived(version)
 
-    @traced("receive", wrap=steps)
+    @traced("receive")
     def _receive(self, server: int, message: Array) -> Steps:
         rank, tag = self.agent.leaders[self._nodes[server]], self.tag()
         incoming = Incoming(self.agent.comm, rank, tag, pieces_in(message))
@@ -242,7 +242,7 @@ class ParameterAgent(Service):
                 yield from self._send(node, data)
         message.users -= 1
 
-    @traced("send", lambda args, _: {"to": args[0].agent.leaders[args[1]]}, steps)
+    @traced("send", lambda args, _: {"to": args[0].agent.leaders[args[1]]})
     def _send(self, node: int, message: Array) -> Steps:
         rank, tag = self.agent.leaders[node], self.tag()
         return send_pieces(self.agent.comm, rank, tag, pieces_in(message))

@@ -16,6 +16,7 @@ import math
 import time
 from typing import TYPE_CHECKING
 
+from hpcaccum.deadline import Wake
 from hpcaccum.errors import format_ranks
 from hpcaccum.nodes import Agent, is_short, words_of
 from hpcaccum.server.double_buffer import (
@@ -24,7 +25,6 @@ from hpcaccum.server.double_buffer import (
     writer_inside,
 )
 from hpcaccum.server.parameter_agent import ParameterAgent
-from hpcaccum.wake import Wake
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -435,7 +435,7 @@ class ParameterServer(Client):
         if self._final is None:
             self._end(f"{self.label}: free")
         # Until here others read what is on this rank.
-        self._group.meet(None, f"{self.label}: free")
+        self._group.gather_present(None, f"{self.label}: free")
 
     def _end(self, call: str) -> None:
         """Leave, wait for all others to leave, end the role, keep the last values."""

@@ -26,12 +26,9 @@ _CALL = "trace: clocks of the nodes"
 
 
 class Offset(NamedTuple):
-    """What must be added to a node's clock to get that of rank 0.
+    """What to add to a node's clock to get that of rank 0, and its largest error.
 
-    Attributes:
-        at: When it was measured, by the node's clock.
-        seconds: The offset.
-        error: Its largest error, in seconds.
+    In seconds; measured ``at`` a time by the node's clock.
     """
 
     at: float
@@ -64,16 +61,15 @@ def common_time(time: float, before: Offset, after: Offset) -> float:
 
 
 def _ask(comm: mpi4py_MPI.Intracomm, rank: int) -> Offset:
-    return min((_ask_once(comm, rank) for _ in range(_QUESTIONS)), key=lambda o: o[2])
-
-
-def _ask_once(comm: mpi4py_MPI.Intracomm, rank: int) -> Offset:
-    answer, begun = np.empty(1), clock()
-    question = comm.Isend(np.empty(0), rank, Tag.CLOCK)
-    _wait([question, comm.Irecv(answer, rank, Tag.CLOCK)], rank)
-    ended = clock()
-    middle = (begun + ended) / 2
-    return Offset(middle, float(answer[0]) - middle, (ended - begun) / 2)
+    found = []
+    for _ in range(_QUESTIONS):
+        answer, begun = np.empty(1), clock()
+        question = comm.Isend(np.empty(0), rank, Tag.CLOCK)
+        _wait([question, comm.Irecv(answer, rank, Tag.CLOCK)], rank)
+        ended = clock()
+        middle = (begun + ended) / 2
+        found.append(Offset(middle, float(answer[0]) - middle, (ended - begun) / 2))
+    return min(found, key=lambda offset: offset.error)
 
 
 def _answer(comm: mpi4py_MPI.Intracomm, rank: int) -> None:

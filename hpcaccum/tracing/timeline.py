@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import format_ranks
-from hpcaccum.mpi import MPI, Tag, receive
+from hpcaccum.mpi import MPI, Tag, complete, receive
 from hpcaccum.tracing.clocks import common_time
 
 if TYPE_CHECKING:
@@ -38,11 +38,8 @@ _encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
 class Timeline:
     """The events of this rank, as they are shown. Collective.
 
-    Args:
-        group: The ranks.
-        recorder: Has the events.
-        before, after: The offsets of this node's clock when the trace began and ended.
-        origin: When it began, by the clock of rank 0.
+    The node's clock had the offsets ``before`` and ``after`` when the trace began and
+    ended; ``origin`` is when it began, by the clock of rank 0.
     """
 
     def __init__(
@@ -154,16 +151,11 @@ class Timeline:
     # Messages
 
     def _send(self) -> None:
-        """Send the pieces to rank 0, one after the other."""
-        for piece in self._pieces():
-            self._send_one(piece)
-        self._send_one(None)
-
-    def _send_one(self, piece: str | None) -> None:
-        request = self._group.comm.issend(piece, 0, Tag.TRACE)
-        Deadline(None, "trace: events").wait(
-            lambda: request.Test() or None, lambda: "rank 0 to receive events"
-        )
+        """Send the pieces to rank 0, one after the other, and None at the end."""
+        for piece in itertools.chain(self._pieces(), [None]):
+            request = self._group.comm.issend(piece, 0, Tag.TRACE)
+            deadline = Deadline(None, "trace: events")
+            complete([request], deadline, lambda: "rank 0 to receive events")
 
     def _received(self) -> Iterator[str]:
         """Yield the pieces of the other ranks in the order of their arrival."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.files import check_writable
 from hpcaccum.mpi import Group, group_of
-from hpcaccum.spans import Recorder, clock, installed, is_running
+from hpcaccum.spans import Recorder, clock, recorded_by, recording
 from hpcaccum.tracing.clocks import measure
 from hpcaccum.tracing.timeline import Timeline
 
@@ -48,14 +48,14 @@ def trace(
     file = group.agree("trace", lambda: _checked(path, group.rank), lambda _: {})
     before, recorder = measure(group), Recorder()
     origin = group.allgather(clock(), "trace: begin")[0]
-    with recorder.running(), installed(recorder):
+    with recorded_by(recorder):
         yield
     after = measure(group)
     Timeline(group, recorder, before, after, origin).write(file)
 
 
 def _checked(path: str | os.PathLike[str], rank: int) -> Path:
-    if is_running():
+    if recording() is not None:
         raise InvalidArgumentError("a trace is running already")
     file = Path(path)
     if rank == 0:

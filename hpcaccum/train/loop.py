@@ -156,13 +156,10 @@ class Run:
             self._earlier = sum(self._optimizer.statistics().accepted)
 
     def _batches_used(self) -> int:
-        """Return about how many batches this rank used in earlier jobs.
-
-        Exactly if it contributes to each update. If not, the counts include gradients
-        that were pushed and not applied.
-        """
+        """Return about how many batches this rank used in earlier jobs."""
         if self._exact or not self._start:
             return self._start
+        # Not exactly: the counts include gradients that were pushed and not applied.
         tally = self._optimizer.statistics()
         gradients: int = sum(tally.accepted) + sum(tally.dropped)
         samples = gradients * self._gradient_samples

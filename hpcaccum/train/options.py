@@ -6,15 +6,12 @@ import argparse
 import os
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from hpcaccum import InvalidArgumentError
 from hpcaccum import option_values as values
 from hpcaccum.errors import counted
 from hpcaccum.files import check_apart
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from hpcaccum.option_values import add, add_flag
 
 STRATEGIES = ("cross-shard", "sync-replicas", "drop-stale", "agn", "local-steps")
 
@@ -46,40 +43,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--strategy", choices=STRATEGIES, help="how gradients are exchanged"
     )
-    _flag(what, "--compare", "train with all of them, one after the other")
+    add_flag(what, "--compare", "train with all of them, one after the other")
     _add_task(parser.add_argument_group("training"))
     _add_exchange(parser.add_argument_group("gradient exchange"))
     _add_output(parser.add_argument_group("output besides the tables"))
     _add_checkpoints(parser.add_argument_group("checkpoints"))
 
 
-def _add(
-    group: argparse._ArgumentGroup,
-    name: str,
-    kind: Callable[[str], Any],
-    text: str,
-    default: Any = None,
-    metavar: str = "N",
-) -> None:
-    group.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
-
-
-def _flag(group: argparse._ActionsContainer, name: str, text: str) -> None:
-    group.add_argument(name, action="store_true", help=text)
-
-
 def _add_task(group: argparse._ArgumentGroup) -> None:
     text = "arrays x (n, features) and y (n,), y of integers; optionally x_test and "
     text += "y_test, by default a fifth of each class (default: scikit-learn's digits)"
-    _add(group, "--data", Path, text, metavar="FILE.npz")
+    add(group, "--data", Path, text, metavar="FILE.npz")
     text = "widths of the hidden layers (64)"
-    _add(group, "--hidden", values.widths, text, (64,), "64,32")
-    _add(group, "--batch", values.count, "samples of one gradient (16)", 16)
+    add(group, "--hidden", values.widths, text, (64,), "64,32")
+    add(group, "--batch", values.count, "samples of one gradient (16)", 16)
     text = "passes over the training set, by all ranks together; dropped gradients do "
-    _add(group, "--epochs", values.count, f"{text}not count (30)", 30)
-    _add(group, "--seed", values.whole, "seed of weights and batches (0)", 0)
+    add(group, "--epochs", values.count, f"{text}not count (30)", 30)
+    add(group, "--seed", values.whole, "seed of weights and batches (0)", 0)
     rates = ", ".join(f"{name} {rate}" for name, rate in DEFAULT_RATES.items())
-    _add(group, "--rate", values.positive, f"learning rate ({rates})", metavar="RATE")
+    add(group, "--rate", values.positive, f"learning rate ({rates})", metavar="RATE")
     group.add_argument(
         "--optimizer", choices=DEFAULT_RATES, default="sgd", help="update rule (sgd)"
     )
@@ -94,16 +76,16 @@ def _add_task(group: argparse._ArgumentGroup) -> None:
 def _add_exchange(group: argparse._ArgumentGroup) -> None:
     text = "sync-replicas, local-steps: gradients or pushes of an update (all but one "
     text += "of the ranks; all of 2)"
-    _add(group, "--quorum", values.count, text)
+    add(group, "--quorum", values.count, text)
     text = "drop-stale: largest lag of a gradient, in updates (twice the ranks)"
-    _add(group, "--staleness", values.whole, text)
+    add(group, "--staleness", values.whole, text)
     text = "agn, local-steps: batches between pushes (10)"
-    _add(group, "--period", values.count, text)
+    add(group, "--period", values.count, text)
     text = "ranks that hold and update the parameters, such as 0,8,16, on different "
     text += "nodes; or auto (auto; not for cross-shard)"
-    _add(group, "--servers", values.servers, text, "auto", "RANKS")
+    add(group, "--servers", values.servers, text, "auto", "RANKS")
     text = "servers only apply updates and do not train (not for cross-shard)"
-    _flag(group, "--dedicated", text)
+    add_flag(group, "--dedicated", text)
     group.add_argument(
         "--straggler",
         type=values.straggler,
@@ -117,28 +99,28 @@ def _add_exchange(group: argparse._ArgumentGroup) -> None:
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
     text = "write a log in JSON lines; with --resume, append to it"
-    _add(group, "--log", Path, text, metavar="FILE.jsonl")
+    add(group, "--log", Path, text, metavar="FILE.jsonl")
     text = "plot accuracy, loss, staleness and samples per rank (default with "
     text += f"--compare: {DEFAULT_PICTURE})"
-    _add(group, "--plot", values.picture, text, metavar="FILE.png")
-    _flag(group, "--no-plot", "do not plot")
+    add(group, "--plot", values.picture, text, metavar="FILE.png")
+    add_flag(group, "--no-plot", "do not plot")
     text = "write what each rank did when, to be opened in https://ui.perfetto.dev"
-    _add(group, "--trace", Path, text, metavar="FILE.json")
+    add(group, "--trace", Path, text, metavar="FILE.json")
 
 
 def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
     text = "write checkpoints to a directory, for one run at a time: the model, and "
     text += "what is needed to continue; the last three are kept"
-    _add(group, "--save", Path, text, metavar="DIR")
+    add(group, "--save", Path, text, metavar="DIR")
     text = "write one after N updates, or after a time such as 90s, 5m or 1h (5m); one "
-    _add(group, "--every", values.every, f"{text}more at the end", metavar="N|TIME")
+    add(group, "--every", values.every, f"{text}more at the end", metavar="N|TIME")
     text = "continue from the last checkpoint of --save; without one, start anew. Its "
     text += "updates count, also those of another number of ranks"
-    _flag(group, "--resume", text)
+    add_flag(group, "--resume", text)
     text = "stop after a time such as 55m, as after SIGTERM or SIGUSR1 to any rank: "
     text += f"with --save, write a checkpoint; end with status {os.EX_TEMPFAIL}. "
     text += f"Ctrl-C does the same, with status {128 + signal.SIGINT}"
-    _add(group, "--time-limit", values.time, text, None, "TIME")
+    add(group, "--time-limit", values.time, text, None, "TIME")
 
 
 def resolve(args: argparse.Namespace, ranks: int) -> Options:

@@ -12,7 +12,6 @@ import numpy as np
 from hpcaccum import CheckpointError, InvalidArgumentError, checkpoint
 from hpcaccum.arguments import step_number
 from hpcaccum.files import check_directory, ending_the_job
-from hpcaccum.save_owner import take
 from hpcaccum.stopping import ask_restart
 
 if TYPE_CHECKING:
@@ -40,9 +39,8 @@ def _facts(options: Options, data: Dataset) -> dict[str, str]:
 def find(options: Options, rank: int, data: Dataset) -> Any:
     """Return the checkpoint from which the host continues; None on other ranks.
 
-    Raises:
-        InvalidArgumentError: If the directory cannot be used, a checkpoint cannot be
-            read or is of another run, or there is one and it is not wanted.
+    Raises InvalidArgumentError if the directory cannot be used, a checkpoint cannot be
+    read or is of another run, or there is one and it is not wanted.
     """
     directory = options.save
     if directory is None or rank != options.host:
@@ -103,7 +101,7 @@ class Saver:
         if self._directory:
             # From now on, an earlier job that still runs cannot save.
             with self._ending_the_job():
-                take(self._directory)
+                checkpoint.take(self._directory)
         self.begin(0)
 
     @contextlib.contextmanager

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpcaccum import group_of
-from hpcaccum.bench.answers import WrongAnswerError
-from hpcaccum.bench.measure import measure, rows
+from hpcaccum.bench.measure import WrongAnswerError, measure, rows
 from hpcaccum.bench.torch_step import EXCHANGE, TorchStep, gloo
 
 from ..mpi.support import meet

@@ -187,7 +187,7 @@ class Broken(Exception):
 
 def close_unreduced(acc: hpc.ConditionalAccumulator) -> None:
     """Close a round and fail to reduce it, so that it stays on record."""
-    with testing.fail_to_sum(acc, Broken), pytest.raises(Broken):
+    with testing.fail("sum", acc, Broken), pytest.raises(Broken):
         acc.take_grad(1, timeout=WAIT)
 
 

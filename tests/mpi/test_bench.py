@@ -13,9 +13,17 @@ from hpcaccum import (
     group_of,
 )
 from hpcaccum.bench import links
-from hpcaccum.bench.answers import WrongAnswerError, check_equal
-from hpcaccum.bench.links import Links, RingExchange
-from hpcaccum.bench.measure import Kind, Memory, apart, measure, rows
+from hpcaccum.bench.links import Links
+from hpcaccum.bench.measure import (
+    Kind,
+    Memory,
+    RingExchange,
+    WrongAnswerError,
+    apart,
+    check_equal,
+    measure,
+    rows,
+)
 from hpcaccum.bench.options import BENCHMARKS, CASES, WIRE
 from hpcaccum.server.publisher import Publisher
 

@@ -149,7 +149,7 @@ def test_a_mean_that_cannot_be_copied_to_the_device_is_not_lost(cp, make, rank, 
     acc.apply_grad(*drawn("any", "float32", rank))
     meet()
     if rank == 0:
-        with testing.fail_to_deliver(MemoryError), pytest.raises(MemoryError):
+        with testing.fail("deliver", None, MemoryError), pytest.raises(MemoryError):
             acc.take_grad(size, timeout=WAIT, on_device=True)
         gradients = [drawn("any", "float32", other) for other in range(size)]
         check(acc.take_grad(size, timeout=WAIT), gradients, "float32")

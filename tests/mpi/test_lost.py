@@ -111,7 +111,7 @@ def test_a_take_that_waits_for_all_ranks_needs_one_less(make, size):
 
 
 def break_before_admission(acc):
-    with testing.fail_to_admit(acc, MemoryError), pytest.raises(MemoryError):
+    with testing.fail("admit", acc, MemoryError), pytest.raises(MemoryError):
         acc.apply_grad([7, 1], 0)
 
 
@@ -190,7 +190,7 @@ def variable():
 def test_updates_go_on_without_a_lost_rank(comm, rank, size, variable):
     with hpc.DropStaleGradientOptimizer(hpc.SGD(1.0), 99, comm=comm) as opt:
         opt.initialize([variable])
-        with testing.fail_to_put(opt, MemoryError), pytest.raises(MemoryError):
+        with testing.fail("put", opt, MemoryError), pytest.raises(MemoryError):
             # The host itself: an agent puts those of other nodes in their places.
             at(0, opt.apply_gradients, [(np.full(3, 7.0), variable)])
         for _ in range(3):
@@ -208,7 +208,7 @@ def test_synchronous_updates_go_on_without_a_lost_rank(comm, rank, size, variabl
         opt.initialize([variable])
         lost = rank == size - 1
         if lost:
-            failing = testing.fail_to_admit(opt, MemoryError)
+            failing = testing.fail("admit", opt, MemoryError)
             with failing, pytest.raises(MemoryError):
                 opt.apply_gradients([(np.full(3, 7.0), variable)])
         else:

@@ -178,8 +178,9 @@ def opened(monkeypatch):
 def test_what_is_in_the_way_is_an_error_and_stays(
     node, descriptors, rank, size, monkeypatch, kind
 ):
-    monkeypatch.setattr(module.secrets, "token_hex", lambda nbytes: "guessed")
-    path = Path(f"/dev/shm/hpcaccum-{os.getuid()}-{os.getpid()}-guessed")
+    monkeypatch.setattr(module.os, "urandom", lambda nbytes: b"guessed")
+    secret = b"guessed".hex()
+    path = Path(f"/dev/shm/hpcaccum-{os.getuid()}-{os.getpid()}-{secret}")
     if rank == 0 and kind == "link":
         path.symlink_to("/dev/null")
     elif rank == 0:

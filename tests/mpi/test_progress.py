@@ -50,15 +50,15 @@ def test_gradients_arrive_while_the_host_computes(comm, rank, size, work, tmp_pa
 def test_switch_interval_is_short_while_it_has_users():
     before = sys.getswitchinterval()
     during = pytest.approx(1e-3)
-    with short_switch_interval:
-        with short_switch_interval:
+    with short_switch_interval():
+        with short_switch_interval():
             assert sys.getswitchinterval() == during
         assert sys.getswitchinterval() == during
     assert sys.getswitchinterval() == pytest.approx(before)
     # A shorter one of the user is kept.
     sys.setswitchinterval(1e-4)
     short = sys.getswitchinterval()
-    with short_switch_interval:
+    with short_switch_interval():
         assert sys.getswitchinterval() == short
     sys.setswitchinterval(before)
 

@@ -18,7 +18,7 @@ from hpcaccum import (
     group_of,
 )
 from hpcaccum.reducer import waiting
-from hpcaccum.spans import Recorder, installed
+from hpcaccum.spans import Recorder, recorded_by
 
 from .expiring import times_out_without
 from .reducing import EACH, NODES, ONES, SHAPES, Maker
@@ -153,7 +153,7 @@ def test_every_wait_is_in_a_trace_with_its_call(maker, rank, size):
     def waits_for_rank_0(seconds):
         recorder, call = Recorder(), f"reducer: reduction {next(calls)}"
         meet()
-        with installed(recorder):
+        with recorded_by(recorder):
             time.sleep(seconds * (rank == 0))
             reducer.reduce(ONES)
         waits = [e for e in recorder.rows()[""] if e.label.name == "wait"]

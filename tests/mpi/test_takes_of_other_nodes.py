@@ -99,7 +99,7 @@ def test_an_interrupted_take_leaves_the_gradients(acc, taker, host, size, next_t
 
 def test_a_take_that_fails_to_sum_leaves_the_round(acc, taker, host, size):
     everywhere(apply, acc)
-    with testing.fail_to_sum(acc, MemoryError), pytest.raises(MemoryError):
+    with testing.fail("sum", acc, MemoryError), pytest.raises(MemoryError):
         at(taker, acc.take_grad, size, timeout=WAIT)
     assert everywhere(acc.num_accumulated) == [size] * size
     same_bits(at(host, acc.take_grad, 1, timeout=WAIT), np.ones(2))

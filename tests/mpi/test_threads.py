@@ -93,7 +93,7 @@ KINDS = [
 def own_end(monkeypatch):
     """Lists of what is to be closed at the end, for this test."""
     # Later tests need it.
-    windows._own_window()
+    windows.memory_barrier()
     monkeypatch.setattr(shutdown, "_open", [])
     monkeypatch.setattr(shutdown, "_ending", False)
 

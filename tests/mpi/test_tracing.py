@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import InvalidArgumentError, group_of, spans
+from hpcaccum import InvalidArgumentError, deadline, group_of, spans
 from hpcaccum.spans import MARKED
 from hpcaccum.tracing import clocks, tracer
 
@@ -147,6 +147,7 @@ def test_every_marked_method_is_in_a_trace(traced, comm, nodes):
     file = traced(act, nodes)
     found = {event["cat"]: event["name"] for event in events(file)}
     expected = {row.label.category: row.name for row in MARKED}
+    expected["Deadline.wait"] = "wait"
 
     check_file(file)
     assert found == expected
@@ -156,7 +157,7 @@ def test_every_marked_method_is_in_a_trace(traced, comm, nodes):
 def late(nodes, monkeypatch):
     """Set the clock of the second node forward; return by how much this rank's is."""
     seconds, real = 1000.0 * nodes.node_number, spans.clock
-    for module in clocks, spans, tracer:
+    for module in clocks, deadline, spans, tracer:
         monkeypatch.setattr(module, "clock", lambda: real() + seconds)
     return seconds
 

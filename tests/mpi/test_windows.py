@@ -10,11 +10,10 @@ from mpi4py import MPI
 
 import hpcaccum as hpc
 from hpcaccum.mpi import group_of
+from hpcaccum.mpi.memory import atomic_words
 from hpcaccum.mpi.memory import region as region_module
 from hpcaccum.mpi.memory import windows as module
-from hpcaccum.mpi.memory import word_window
 from hpcaccum.mpi.memory.region import Region
-from hpcaccum.mpi.memory.word_window import KeptWindows
 from hpcaccum.nodes import words_of
 
 from .acting import WAIT, at, everywhere, meet, until
@@ -244,14 +243,14 @@ class Windows:
 
     def __init__(self, monkeypatch):
         self.made, self.freed = [], []
-        allocate = word_window.allocate
+        allocate = atomic_words.allocate
 
         def counted(group, root, nbytes, unit):
             window = allocate(group, root, nbytes, unit)
             self.made.append((root, nbytes))
             return Freed(window, self.freed)
 
-        monkeypatch.setattr(word_window, "allocate", counted)
+        monkeypatch.setattr(atomic_words, "allocate", counted)
 
 
 class Freed:
@@ -328,8 +327,8 @@ def test_windows_are_given_up_if_ranks_have_taken_different_words(
     others = words_of(whose, 0, 1)
     # As an interrupted constructor leaves it.
     if rank == size - 1:
-        KeptWindows.of(whose).open.get(0).take(1)
-    before = KeptWindows.of(whose).open.get(0)
+        whose.words.get(0).take(1)
+    before = whose.words.get(0)
     with hpc.ConditionalAccumulator("f8", (3,), comm=comm) as acc:
         acc.apply_grad(np.full(3, rank + 1.0))
         meet()
@@ -342,7 +341,7 @@ def test_windows_are_given_up_if_ranks_have_taken_different_words(
         assert everywhere(words.read, 0) == [7 * (r in near) for r in range(size)]
         words.free()
     # A rank alone agrees with itself.
-    assert (KeptWindows.of(whose).open.get(0) is before) == (whose.size == 1)
+    assert (whose.words.get(0) is before) == (whose.size == 1)
     others.free()
 
 

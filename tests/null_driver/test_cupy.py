@@ -19,7 +19,6 @@ import hpcaccum as hpc
 from hpcaccum.bench.device import (
     DEVICE_BENCHMARKS,
     describe_device,
-    device_facts,
     timed,
 )
 from hpcaccum.device import arrays as device
@@ -64,7 +63,7 @@ def test_kernels_are_compiled(cp, file):
 def test_what_a_device_is_asked(cp):
     assert device.use_device(3) == 0
     assert "Null device, CUDA 13.0, CuPy" in device.device_name()
-    facts = device_facts()
+    facts = device.device_facts()
     assert "Null device" in describe_device({**facts, "date": "today"})
 
 

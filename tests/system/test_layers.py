@@ -13,9 +13,9 @@ from .conftest import REPOSITORY
 # From the bottom up.  A row may import from the rows before it; a package is one entry.
 # "hpcaccum" is the public list of names.
 LAYERS = [
-    ["errors", "spans", "wake"],
+    ["errors", "spans"],
     ["dtypes", "worker_threads"],
-    ["deadline", "summation", "files", "save_owner"],
+    ["deadline", "summation", "files"],
     ["layout"],
     ["device", "mpi"],
     ["arguments", "overlap", "nodes", "rows"],

@@ -22,7 +22,7 @@ from hypothesis.extra import numpy as st_numpy
 from safetensors.numpy import load_file, save_file
 
 import hpcaccum as hpc
-from hpcaccum import CheckpointError, InvalidArgumentError, checkpoint, save_owner
+from hpcaccum import CheckpointError, InvalidArgumentError, checkpoint
 
 from ..common import same_bits
 
@@ -55,8 +55,8 @@ def another_process(monkeypatch):
 
     def act(call, *args, **options):
         with monkeypatch.context() as patch:
-            patch.setattr(save_owner, "_TOKEN", "another")
-            patch.setattr(save_owner, "_taken", taken)
+            patch.setattr(checkpoint, "_TOKEN", "another")
+            patch.setattr(checkpoint, "_taken", taken)
             return call(*args, **options)
 
     return act
@@ -313,7 +313,7 @@ def test_files_are_on_the_disk_before_they_are_renamed(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "_synchronize", watched)
     checkpoint.save(tmp_path, 2, keep=1)
     one, two = "checkpoint-1.safetensors", "checkpoint-2.safetensors"
-    folder = save_owner.unfinished(tmp_path, 2).name
+    folder = f".unfinished-{checkpoint._TOKEN}-2"
 
     assert calls == [
         (two, [folder, one]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import re
@@ -125,26 +124,6 @@ def test_timeout_is_a_number(timeout):
 @pytest.mark.parametrize("timeout", [1, 2.5, np.float32(1), np.int64(3), math.inf])
 def test_timeout_may_be_any_real_number(timeout):
     assert Deadline(timeout, "call").remaining > 0.5
-
-
-def test_check_runs_after_each_look():
-    events = []
-
-    def ready():
-        events.append("look")
-        return True if len(events) > 6 else None
-
-    check = functools.partial(events.append, "check")
-    assert Deadline(WAIT, "call").wait(ready, str, check=check)
-    assert events == ["look", "check"] * 3 + ["look"]
-
-
-def test_check_ends_a_wait_that_cannot_succeed():
-    def check():
-        raise KeyError("hopeless")
-
-    with pytest.raises(KeyError, match="hopeless"):
-        Deadline(0, "call").wait(never, lambda: "rain", check=check)
 
 
 @pytest.mark.parametrize("how", ["wait", "block"])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import spans as module
+from hpcaccum import deadline
 from hpcaccum.deadline import Deadline
-from hpcaccum.spans import MARKED, Event, Label, Recorder, installed
+from hpcaccum.spans import MARKED, Event, Label, Recorder, recorded_by
 from hpcaccum.tracing.clocks import Offset, common_time
 from hpcaccum.tracing.timeline import lanes
 
@@ -24,7 +25,7 @@ def methods():
 @pytest.fixture
 def recorder():
     recorder = Recorder()
-    with recorder.running(), installed(recorder):
+    with recorded_by(recorder):
         yield recorder
 
 
@@ -34,9 +35,9 @@ def spans(recorder, thread=""):
 
 def test_without_a_trace_the_methods_are_the_original_ones():
     before = methods()
-    with installed(Recorder()):
+    with recorded_by(Recorder()):
         during = methods()
-    with pytest.raises(KeyError), installed(Recorder()):
+    with pytest.raises(KeyError), recorded_by(Recorder()):
         raise KeyError
     after = methods()
 
@@ -47,8 +48,14 @@ def test_without_a_trace_the_methods_are_the_original_ones():
 
 def test_a_wait_has_its_call_and_what_was_missing_last(recorder, monkeypatch):
     looks = []
-    # A second passes between two looks.
-    monkeypatch.setattr(module, "clock", lambda: float(len(looks)))
+
+    def now():
+        # A second passes between two looks.
+        return float(len(looks))
+
+    monkeypatch.setattr(deadline, "clock", now)
+    clock = SimpleNamespace(monotonic=now, sleep=lambda seconds: None)
+    monkeypatch.setattr(deadline, "time", clock)
     Deadline(WAIT, "call").wait(
         lambda: looks.append(None) or (len(looks) == 11 or None),
         lambda: f"look {len(looks)}",
@@ -58,9 +65,9 @@ def test_a_wait_has_its_call_and_what_was_missing_last(recorder, monkeypatch):
     # Asked again whenever the wait was twice as long.
     assert event == (
         ("wait", "Deadline.wait"),
-        0.0,
+        1.0,
         11.0,
-        {"call": "call", "for": "look 8"},
+        {"call": "call", "for": "look 9"},
     )
 
 
@@ -79,7 +86,7 @@ def test_a_wait_that_blocks_asks_while_it_waits(recorder):
     )
     (event,) = spans(recorder)
 
-    assert event.label == ("wait", "Deadline.block")
+    assert event.label == ("wait", "Deadline.wait")
     assert event.args == {"call": "call", "for": "the lock"}
 
 

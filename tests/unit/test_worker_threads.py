@@ -9,9 +9,8 @@ import pytest
 
 from hpcaccum import WaitTimeoutError
 from hpcaccum import worker_threads as helpers
-from hpcaccum.deadline import Deadline
+from hpcaccum.deadline import Deadline, Wake
 from hpcaccum.server.publisher import Change
-from hpcaccum.wake import Wake
 from hpcaccum.worker_threads import run_pieces
 
 from ..common import VAIN, WAIT

@@ -31,9 +31,6 @@ class CudaAwareness(NamedTuple):
 def cuda_awareness() -> CudaAwareness:
     """Ask the MPI library; HPCACCUM_CUDA_AWARE=0 or 1 overrides its answer.
 
-    Raises:
-        InvalidArgumentError: If the variable has another value.
-
     Source: MPIX_Query_cuda_support of Open MPI and MPICH; "mpi_memory_alloc_kinds" of
     MPI-4.1, 11.4.3; MPICH_GPU_SUPPORT_ENABLED of Cray MPICH.
     """

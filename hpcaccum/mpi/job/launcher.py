@@ -95,13 +95,22 @@ def ancestors() -> Iterator[tuple[int, str]]:
     """
     process = os.getppid()
     while process:
-        text = ""
-        with contextlib.suppress(OSError):
-            text = Path(f"/proc/{process}/stat").read_text(errors="replace")
-        # "pid (name) state parent ..."; a name may have spaces and parentheses.
-        about, _, rest = text.rpartition(")")
-        yield process, about.partition("(")[2]
-        process = int(rest.split()[1]) if rest else 0
+        name, fields = stat(process)
+        yield process, name
+        process = int(fields[1]) if fields else 0
+
+
+def stat(process: int) -> tuple[str, list[str]]:
+    """Return the name of a process of this node, and the fields after it: its state ...
+
+    Empty if there is no such process, or this machine hides it. Source: proc(5).
+    """
+    text = ""
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{process}/stat").read_text(errors="replace")
+    # "pid (name) state parent ..."; a name may have spaces and parentheses.
+    about, _, rest = text.rpartition(")")
+    return about.partition("(")[2], rest.split()
 
 
 def _size(env: Mapping[str, str]) -> tuple[str, int]:
@@ -120,10 +129,7 @@ def _size(env: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _launcher() -> tuple[str, bool]:
-    """Return the variable of the nearest launcher, and whether it started this process.
-
-    The variable is empty if the launcher is not known.
-    """
+    """Return the nearest launcher's variable, and whether it started this process."""
     near = True
     for process, name in ancestors():
         if name in _LAUNCHERS:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpcaccum.deadline import limit_of_environment
 from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.mpi.job.launcher import stat
 from hpcaccum.mpi.job.runtime import MPI
 
 if TYPE_CHECKING:
@@ -42,13 +42,9 @@ class Process(NamedTuple):
 
 def _start_time(process: int) -> str:
     """Return when a process of this node was started, "" if there is none now."""
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return ""
-    # After the name, which may contain spaces. Source: proc(5), fields 3 and 22.
-    state, *fields = stat.rpartition(")")[2].split()
-    return "" if state in "ZX" else fields[18]
+    _, fields = stat(process)
+    # Fields 3 and 22.
+    return "" if not fields or fields[0] in "ZX" else fields[19]
 
 
 class Facts(NamedTuple):
@@ -64,11 +60,7 @@ class Facts(NamedTuple):
 
     @classmethod
     def own(cls) -> Facts:
-        """Return those of this rank.
-
-        Raises:
-            InvalidArgumentError: If HPCACCUM_HEARTBEAT or HPCACCUM_ON_LOSS is invalid.
-        """
+        """Return those of this rank; raise if its environment is invalid."""
         limit = limit_of_environment(HEARTBEAT, _LIMIT)
         choice = os.environ.get(ON_LOSS, _CONTINUE)
         if choice not in (_CONTINUE, _ABORT):

@@ -64,12 +64,7 @@ def is_open_mpi() -> bool:
 
 
 def lack_of_threads(needs: str, *instead: str) -> str:
-    """Return the message of a rank whose MPI has no MPI_THREAD_MULTIPLE.
-
-    Args:
-        needs: What needs it, and the verb.
-        instead: What else helps.
-    """
+    """Return the message of a rank whose MPI has no MPI_THREAD_MULTIPLE."""
     from mpi4py import rc
 
     asked = rc.thread_level if rc.threads else "single"
@@ -87,10 +82,6 @@ def check_running(module: Any) -> None:
 
     Objects that were made before MPI_Finalize have been freed, and raise an error of
     their own.
-
-    Raises:
-        RuntimeError: Before MPI_Init.
-        FreedError: After MPI_Finalize.
     """
     if module.Is_finalized():
         raise FreedError("MPI is finalized: hpcaccum can no longer be used")

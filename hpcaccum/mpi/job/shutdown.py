@@ -53,10 +53,7 @@ _FIRST = (0, "")
 
 
 class _Closer(NamedTuple):
-    """What is called at the end, those that are largest first.
-
-    What objects share is closed after all of them.
-    """
+    """What is called at the end, largest first: what objects share comes last."""
 
     own: bool
     order: Order
@@ -73,13 +70,10 @@ _lossy, _status = False, 0
 
 
 def prepare_shutdown(module: Any) -> None:
-    """Install what ends a program that uses MPI. Called once, when MPI is loaded.
-
-    Args:
-        module: mpi4py.MPI. Its ``Finalize`` is replaced, for programs that call it. An
-            attribute of COMM_SELF, which MPI_Finalize deletes first, would come too
-            late: a thread of ours that still calls MPI then makes MPICH fail.
-    """
+    """Install what ends a program that uses MPI. Called once, when MPI is loaded."""
+    # It is replaced, for programs that call it. An attribute of COMM_SELF, which it
+    # deletes first, would come too late: a thread of ours that still calls MPI then
+    # makes MPICH fail.
     finalize = module.Finalize
 
     def close_and_finalize() -> None:
@@ -249,10 +243,8 @@ def _running() -> Any:
 
 
 def _started_to_abort() -> Any:
-    """Return MPI, initialized only to abort the job.
-
-    MPICH's mpiexec leaves ranks waiting in MPI_Init for one that exited before it.
-    """
+    """Return MPI, initialized only to abort the job."""
+    # MPICH's mpiexec leaves ranks waiting in MPI_Init for one that exited before it.
     if os.getpid() != _process or launched_ranks() == 1 or not is_rank():
         return None
     with contextlib.suppress(ImportError, RuntimeError):
@@ -294,6 +286,18 @@ def report_and_abort(
     forked = os.getpid() != _process and "mpi4py.MPI" in sys.modules
     if forked or threading.current_thread() is not threading.main_thread():
         os._exit(1)
+
+
+def or_abort(act: Callable[[], object]) -> Callable[[], None]:
+    """Return what acts in a thread for which others wait: an exception ends the job."""
+
+    def run() -> None:
+        try:
+            act()
+        except BaseException:
+            report_and_abort(*sys.exc_info())
+
+    return run
 
 
 def abort_because(reason: str) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import threading
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import WaitTimeoutError
@@ -15,11 +15,9 @@ from hpcaccum.mpi.talk.creation import alone, creating
 from hpcaccum.mpi.talk.group import Group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
     from mpi4py import MPI as mpi4py_MPI
-
-T = TypeVar("T")
 
 _FIRST_USE = "first use of a communicator"
 _UNREACHED = (
@@ -27,7 +25,8 @@ _UNREACHED = (
     "interface joins only some of them, name another one (Open MPI: "
     "OMPI_MCA_btl_tcp_if_include)"
 )
-# Held while the keyval is made: threads must not make two.
+# The keyval; and what is held while it is made, as threads must not make two.
+_keyvals: list[int] = []
 _making = threading.Lock()
 
 
@@ -58,24 +57,23 @@ def group_of(comm: mpi4py_MPI.Comm | Group | None = None) -> Group:
     group: Any = comm.Get_attr(_keyval())
     if group is None or group.comm == MPI.COMM_NULL:
         duplicate = _duplicate(comm)
-        group = _limited(lambda: _make(duplicate, comm), _FIRST_USE, _UNREACHED)
+        with _limit(_FIRST_USE, _UNREACHED):
+            group = _make(duplicate, comm)
         comm.Set_attr(_keyval(), group)
-        Objects.of(group).watch_start()
+        Objects.of(group).watch()
     return cast(Group, group)
 
 
 def _keyval() -> int:
     with _making:
-        return _made_keyval()
+        if not _keyvals:
+            _keyvals.append(MPI.Comm.Create_keyval(delete_fn=_close))
+        return _keyvals[0]
 
 
-@functools.cache
-def _made_keyval() -> int:
+def _close(_comm: Any, _key: int, group: Group) -> None:
     # MPI calls this when the user's communicator is freed.
-    def close(_comm: Any, _key: int, group: Group) -> None:
-        Objects.of(group).close()
-
-    return int(MPI.Comm.Create_keyval(delete_fn=close))
+    Objects.of(group).close()
 
 
 def _duplicate(comm: mpi4py_MPI.Intracomm) -> mpi4py_MPI.Intracomm:
@@ -93,14 +91,12 @@ def _duplicate(comm: mpi4py_MPI.Intracomm) -> mpi4py_MPI.Intracomm:
 
 
 def _make(duplicate: mpi4py_MPI.Intracomm, comm: mpi4py_MPI.Intracomm) -> Group:
-    """Return a new group; make the first sum of objects on its ranks. Collective.
-
-    The first one on a communicator, which the user may make later on, stops all threads
-    of a rank, a server among them, until all ranks have called it: mpi4py duplicates
-    the communicator then, and holds the interpreter lock. If other threads did that on
-    another communicator meanwhile, ranks would wait for each other without end.
-    """
+    """Return a new group; make the first sum of objects on its ranks. Collective."""
     group = Group(duplicate)
+    # The first sum on a communicator, which the user may make later on, stops all
+    # threads of a rank, a server among them, until all ranks have called it: mpi4py
+    # duplicates the communicator then, and holds the interpreter lock. If other threads
+    # did that on another communicator meanwhile, ranks would wait without end.
     main = threading.current_thread() is threading.main_thread()
     all_main = all(duplicate.allgather(main))
     with alone(duplicate, _FIRST_USE, _UNREACHED):
@@ -111,29 +107,25 @@ def _make(duplicate: mpi4py_MPI.Intracomm, comm: mpi4py_MPI.Intracomm) -> Group:
     return group
 
 
-def _limited(call: Callable[[], T], what: str, missing: str) -> T:
-    """Return what a call returns; warn while it blocks, and end the job at the limit.
+@contextlib.contextmanager
+def _limit(what: str, missing: str) -> Iterator[None]:
+    """Warn while the block waits inside MPI, and end the job at the limit.
 
-    No `Deadline` reaches a call that blocks inside MPI.
+    No `Deadline` reaches a call that blocks there.
     """
     # In the main thread, as it raises if the limit is invalid.
-    deadline = Deadline(None, what)
-    blocks = threading.Lock()
-    blocks.acquire()
-    watch = threading.Thread(
-        target=_watch, args=(deadline, blocks, missing), daemon=True, name=what
-    )
+    deadline, done = Deadline(None, what), threading.Event()
+
+    def watch() -> None:
+        try:
+            deadline.block(lambda s: done.wait(s) or None, lambda: missing)
+        except WaitTimeoutError as error:
+            abort_because(str(error))
+
+    watching = threading.Thread(target=watch, daemon=True, name=what)
+    watching.start()
     try:
-        watch.start()
-        return call()
+        yield
     finally:
-        blocks.release()
-        if watch.is_alive():
-            watch.join()
-
-
-def _watch(deadline: Deadline, blocks: threading.Lock, missing: str) -> None:
-    try:
-        deadline.acquire(blocks, lambda: missing)
-    except WaitTimeoutError as error:
-        abort_because(str(error))
+        done.set()
+        watching.join()

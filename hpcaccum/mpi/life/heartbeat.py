@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import threading
 import time
 from collections.abc import Collection
@@ -22,9 +21,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hpcaccum.deadline import FIRST_WARNING
 from hpcaccum.mpi.job.process import HEARTBEAT
-from hpcaccum.mpi.job.shutdown import abort_because, is_ending, report_and_abort
-from hpcaccum.mpi.talk.control_messages import Tag
-from hpcaccum.mpi.talk.mailbox import Mailbox
+from hpcaccum.mpi.job.shutdown import abort_because, or_abort
+from hpcaccum.mpi.talk.mailbox import Mailbox, Tag
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,9 +35,8 @@ logger = logging.getLogger("hpcaccum")
 # limit divided by the second number.
 _LOOK, _LOOKS = 0.25, 10
 _MESSAGE, _MESSAGES = 5.0, 60
-# Seconds between two looks whether the thread has ended; and those that a nap takes
-# longer, if the process did not run meanwhile.
-_SOON, _LATE = 0.01, 1.0
+# Seconds that a nap takes longer if the process did not run meanwhile.
+_LATE = 1.0
 # Seconds after the end of a process in which its launcher may end the job: if that is
 # what happens to the job in any case, and if it is not.
 _GRACE, _SHORT_GRACE = 3.0, 0.25
@@ -70,18 +67,10 @@ class _Peer:
 
 
 class Heartbeat:
-    """The heartbeat of a group. Collective.
+    """The heartbeat of a group; an earlier one has been stopped. Collective.
 
-    An earlier one of the group has been stopped on all ranks.
-
-    Args:
-        group: The ranks.
-        place: Returns where this rank is; any thread may call it.
-        lose: Called with ranks that are lost, and with why; later again without any.
-        alone: Whether it sends nothing, and looks at the processes of this host only.
-
-    Attributes:
-        over: Whether the thread forgets it; for one that is alone.
+    ``place`` returns where this rank is; any thread may call it. ``lose`` is called
+    with ranks that are lost, and with why; later again without any.
     """
 
     def __init__(
@@ -89,17 +78,14 @@ class Heartbeat:
         group: Group,
         place: Callable[[], str],
         lose: Callable[[dict[int, str]], None],
-        *,
-        alone: bool = False,
     ) -> None:
         self._group, self._place, self._lose = group, place, lose
         facts = group.facts
         self._limit = facts[group.rank].limit
         self._processes = [each.process for each in facts]
         # Without them no rank sends anything; processes that end are found.
-        self._talks = not alone and all(each.threads for each in facts)
-        self._goes_on = (alone or self._talks) and all(each.goes_on for each in facts)
-        self._alone, self.over = alone, False
+        self._talks = all(each.threads for each in facts)
+        self._goes_on = self._talks and all(each.goes_on for each in facts)
         others = range(1, group.size) if group.rank == 0 else range(1)
         self._peers = {rank: _Peer() for rank in others if self._talks}
         self._mates = group.mates
@@ -110,20 +96,29 @@ class Heartbeat:
         self._sent = -math.inf
         # Whether the other ranks have been told that no more messages come.
         self._left = False
-        _thread.add(self)
+        # Held during a look.
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(
+            target=or_abort(self._run), daemon=True, name="heartbeat"
+        )
+        self._thread.start()
 
-    @property
-    def interval(self) -> float:
-        """Seconds between two calls of `look`."""
-        return min(_LOOK, self._limit / _LOOKS)
+    def _run(self) -> None:
+        pause = min(_LOOK, self._limit / _LOOKS)
+        begun = time.monotonic()
+        while not self._ended.wait(pause):
+            # Not the time of `look`: MPI may take long if another thread waits in it.
+            late = time.monotonic() - begun - pause
+            with self._lock:
+                if late > _LATE:
+                    self.forgive(late)
+                self.look()
+            begun = time.monotonic()
 
     def stop(self) -> None:
-        """Stop it. Collective. After a timeout it can be called again.
-
-        Raises:
-            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds.
-        """
-        _thread.remove(self)
+        """Stop it. Collective. After a timeout it can be called again."""
+        self._ended.set()
+        self._thread.join()
         if not self._left:
             self._send(leaves=True)
             # `drain` counts what has been sent: nothing may be sent afterwards.
@@ -133,8 +128,6 @@ class Heartbeat:
 
     def look(self) -> None:
         """Receive and send messages; find ranks that are lost."""
-        if self._alone and is_ending():
-            return
         now = time.monotonic()
         if self._talks:
             self._receive(now)
@@ -164,8 +157,6 @@ class Heartbeat:
             self._note_lost(beat.lost)
 
     def _send(self, *, leaves: bool = False) -> None:
-        if self._alone:
-            return
         lost = self._lost if self._decides() else {}
         beat = _Beat(self._place()[:_LENGTH], leaves, frozenset(self._dead), lost)
         listening = [r for r, peer in self._peers.items() if leaves or not peer.leaves]
@@ -210,8 +201,6 @@ class Heartbeat:
 
     def _decides(self) -> bool:
         """Whether this rank decides which ranks are lost: the first one that can."""
-        if self._alone:
-            return True
         if self._talks and 0 not in self._dead and self._is_here(0):
             return self._group.rank == 0
         return self._group.rank == min({self._group.rank, *self._mates} - {*self._dead})
@@ -264,73 +253,3 @@ def _lost_with(group: Group, ranks: Collection[int]) -> set[int]:
             if node[0] in ranks:
                 gone.update(node)
     return gone
-
-
-class _Thread:
-    """Calls `Heartbeat.look` of all groups of this process.
-
-    The thread ends by itself if there is nothing to look at.
-    """
-
-    def __init__(self) -> None:
-        self._hearts: list[Heartbeat] = []
-        # Held during a look, so that none is stopped meanwhile.
-        self._lock = threading.RLock()
-        self._changed = threading.Event()
-        # Set to None by the thread itself, when it ends.
-        self._thread: threading.Thread | None = None
-
-    def add(self, heart: Heartbeat) -> None:
-        """Begin with a heartbeat; the first one starts the thread."""
-        with self._lock:
-            self._hearts.append(heart)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run_or_abort, daemon=True, name="heartbeat"
-                )
-                self._thread.start()
-        self._changed.set()
-
-    def remove(self, heart: Heartbeat) -> None:
-        """End a heartbeat; the last one ends the thread. It can be called again."""
-        with self._lock:
-            if heart in self._hearts:
-                self._hearts.remove(heart)
-            ending = None if self._hearts else self._thread
-        self._changed.set()
-        # Another thread of this rank may begin with one meanwhile.
-        while ending is not None and ending.is_alive() and not self._hearts:
-            ending.join(_SOON)
-
-    def _run_or_abort(self) -> None:
-        try:
-            while (pause := self._look()) is not None:
-                self._wait(pause)
-        except BaseException:
-            # Without this thread, the other ranks would find this one missing.
-            report_and_abort(*sys.exc_info())
-
-    def _wait(self, pause: float) -> None:
-        begun = time.monotonic()
-        self._changed.wait(pause)
-        self._changed.clear()
-        # Not the time of `look`: MPI may take long if another thread waits in it.
-        late = time.monotonic() - begun - pause
-        if late > _LATE:
-            with self._lock:
-                for heart in self._hearts:
-                    heart.forgive(late)
-
-    def _look(self) -> float | None:
-        """Look once; return the seconds until the next time, None at the end."""
-        with self._lock:
-            self._hearts = [heart for heart in self._hearts if not heart.over]
-            for heart in self._hearts:
-                heart.look()
-            if not self._hearts:
-                # While the lock is held: `add` counts on a thread that goes on.
-                self._thread = None
-            return min((heart.interval for heart in self._hearts), default=None)
-
-
-_thread = _Thread()

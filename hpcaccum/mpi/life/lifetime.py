@@ -10,7 +10,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING, cast
 
-from hpcaccum.deadline import Deadline, current_wait
+from hpcaccum.deadline import current_wait
 from hpcaccum.errors import FreedError, LostRankError
 from hpcaccum.mpi.job import shutdown
 from hpcaccum.mpi.job.launcher import ends_job_at_output
@@ -50,8 +50,7 @@ class Freeable:
     def _register(self, group: Group, label: str) -> None:
         """Have the object freed before MPI_Finalize. Collective.
 
-        The communicators of the group are kept until it is freed. From now on the
-        heartbeat of the group calls `place`.
+        From now on the heartbeat of the group calls `place`.
         """
         self.label = label
         Objects.of(group).add(self)
@@ -114,18 +113,13 @@ class Freeable:
             except LostRankError:
                 if group is None:
                     raise
-                # Rank 0 has told this call of a loss; its heartbeat tells it, too.
-                deadline = Deadline(None, f"{self._describe()}: free")
-                deadline.wait(lambda: group.lost or None, lambda: "the heartbeat")
+                group.await_loss(f"{self._describe()}: free")
             else:
                 return
         self._end_after_loss()
 
     def _end_after_loss(self) -> None:
-        """Do what `_free` does for others, without MPI's collective calls.
-
-        Memory stays as it is: it cannot be freed without the ranks that are lost.
-        """
+        """Do what `_free` does for others, without MPI's collective calls."""
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled: a copy would be known to this rank only."""
@@ -152,50 +146,45 @@ class Freeable:
 
 
 class Objects:
-    """The objects on one group, and its heartbeat while there are any."""
+    """The objects on one group, and its heartbeat: until the last of them is freed."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         # Those that are not freed.
         self._open: list[Freeable] = []
-        # `_start` is that until the first object is made.
         self._heartbeat: Heartbeat | None = None
-        self._start: Heartbeat | None = None
         # Whether the user has freed the communicator.
         self._closed = False
 
     @classmethod
     def of(cls, group: Group) -> Objects:
         """Return those of a group."""
-        return cast(Objects, group.named.setdefault(_NAME, cls(group)))
+        if _NAME not in group.named:
+            made = group.named[_NAME] = cls(group)
+            group.closers.append(made._end_watch)
+        return cast(Objects, group.named[_NAME])
 
-    def watch_start(self) -> None:
-        """Look at the processes of this host while the first object is made."""
-        if self._group.size > 1:
-            self._start = Heartbeat(self._group, self._place, self._lose, alone=True)
-
-    def add(self, made: Freeable) -> None:
-        """Keep the group, also if the user frees the communicator. Collective.
-
-        The first object starts the heartbeat, the last one stops it.
-        """
+    def watch(self) -> None:
+        """Start the heartbeat, unless there is one. Collective."""
         if self._heartbeat is None and self._group.size > 1:
-            self._end_start()
             self._heartbeat = Heartbeat(self._group, self._place, self._lose)
-        self._open.append(made)
+            shutdown.at_end(self._end_watch, self._group.order)
 
-    def _end_start(self) -> None:
-        if self._start is not None:
-            self._start.over = True
-
-    def remove(self, freed: Freeable) -> None:
-        """End an `add`. Collective. After an exception it can be called again.
-
-        After a loss the communicators are kept, which cannot be freed.
-        """
-        if self._heartbeat is not None and self._open == [freed]:
+    def _end_watch(self) -> None:
+        if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None
+            shutdown.forget(self._end_watch)
+
+    def add(self, made: Freeable) -> None:
+        """Keep the group, also if the user frees the communicator. Collective."""
+        self.watch()
+        self._open.append(made)
+
+    def remove(self, freed: Freeable) -> None:
+        """End an `add`. Collective. After an exception it can be called again."""
+        if self._open == [freed]:
+            self._end_watch()
         # An earlier call may have timed out.
         if freed in self._open:
             self._open.remove(freed)
@@ -207,8 +196,8 @@ class Objects:
         self._free_if_unused()
 
     def _free_if_unused(self) -> None:
+        # After a loss the communicators are kept, which cannot be freed.
         if self._closed and not self._open and not self._group.lost:
-            self._end_start()
             self._group.free()
 
     def _place(self) -> str:

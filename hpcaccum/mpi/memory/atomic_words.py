@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import struct
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from hpcaccum.mpi.job.runtime import MPI
-from hpcaccum.mpi.memory.windows import FREED
-from hpcaccum.mpi.memory.word_window import WordWindow
+from hpcaccum.mpi.job.shutdown import at_end, forget
+from hpcaccum.mpi.memory.windows import FREED, allocate, free
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 # No word of the package has this value.
 _NEVER = -(1 << 63)
+# The fewest words of a window; and the distance between two parts: two lines of the
+# cache, which some processors fetch together.
+_LEAST, _APART = 4096, 16
 _WORD, _NUMBER = struct.Struct("q"), struct.Struct("d")
 
 
@@ -47,7 +50,7 @@ class _Scratch(threading.local):
 
 
 class AtomicWords:
-    """64-bit integers in memory that all ranks of a group share. Collective.
+    """64-bit integers in memory of the rank ``root``, which all share. Collective.
 
     All are 0 at first. `fetch_add`, `exchange` and `compare_and_swap` are atomic among
     all ranks. The other writes are for words that one rank writes at a time: MPI
@@ -65,15 +68,8 @@ class AtomicWords:
     least as new as the word. A rank that reads memory first, and then a word to find
     out whether the memory was valid, needs `sync` in between.
 
-    Args:
-        group: The ranks, all on one node.
-        root: The rank with the memory.
-        count: Number of words.
-
-    Attributes:
-        root: As given.
-        direct: Whether a read is a plain load; not for ranks of other nodes, which have
-            words by `hpcaccum.nodes.words_of`.
+    Only if `direct`, a read is a plain load: ranks of other nodes have words by
+    `hpcaccum.nodes.words_of`. The ranks of ``group`` itself are on one node.
     """
 
     direct = True
@@ -137,11 +133,9 @@ class AtomicWords:
         self._local.pending = True
 
     def _outcome(self, result: Array) -> int:
-        """Complete the change that this thread has begun; return its outcome.
-
-        A flush yields the core, also if nothing is left to do. Where ranks share cores,
-        that may cost the rest of a time slice.
-        """
+        """Complete the change that this thread has begun; return its outcome."""
+        # A flush yields the core, also if nothing is left to do. Where ranks share
+        # cores, that may cost the rest of a time slice.
         if self._at_once and result.item() != _NEVER:
             self._barrier()
             self._local.pending = False
@@ -160,10 +154,7 @@ class AtomicWords:
         return words
 
     def watch(self, index: int) -> Callable[[], int]:
-        """Return a function that reads a word as `read`, but orders no later loads.
-
-        For a rank that polls, only if `direct`; `read` comes last.
-        """
+        """Return what reads a word as `read`, without an order; only if `direct`."""
         return functools.partial(self._words.__getitem__, index)
 
     def write(self, index: int, value: int) -> None:
@@ -195,3 +186,63 @@ class AtomicWords:
         self._window = FREED
         self._barrier = functools.partial(getattr, FREED, "Sync")
         self._shared.give_back()
+
+
+class WordWindow:
+    """A window on the rank ``root`` with words, of which `AtomicWords` have parts.
+
+    MPI needs milliseconds and a communicator for a window, of which MPICH has 2,048. So
+    a group keeps one for each rank that has words, until its communicators are freed.
+
+    No word is used twice. So all words of a part are 0 at first, and no rank has to
+    wait for the others when it takes or returns a part. All ranks of the group take
+    words in the same order, and compare at times how many they have taken
+    (`Group.agree`). Making one, and freeing it, are collective.
+    """
+
+    def __init__(self, group: Group, root: int, count: int) -> None:
+        # How many words there are, have been taken, and parts of them that are in use.
+        self._count, self.taken, self._users = count, 0, 0
+        # Whether no more parts are taken, so that the last one to be returned frees it.
+        self._full = False
+        self.mpi = allocate(group, root, count * 8, 8)
+        memory: Any = self.mpi.Shared_query(root)[0]
+        self.words = memoryview(memory).cast("B").cast("q")
+        self._closers = group.closers
+        self._closers.append(self.free)
+        at_end(self.free, group.order)
+
+    @classmethod
+    def of(cls, group: Group, root: int, count: int) -> WordWindow:
+        """Return a window on a rank with room for ``count`` words. Collective."""
+        found = group.words.get(root)
+        if found is not None and found.taken + count <= found._count:
+            return cast(WordWindow, found)
+        made = group.words[root] = cls(group, root, max(count, _LEAST))
+        if found is not None:
+            found._full = True
+            found._free_if_unused()
+        return made
+
+    def take(self, count: int) -> int:
+        """Return the index of the first of ``count`` words that nobody has."""
+        first = self.taken
+        self.taken += -(-count // _APART) * _APART
+        self._users += 1
+        return first
+
+    def give_back(self) -> None:
+        """Return a part. Collective if the window is full and this is the last one."""
+        self._users -= 1
+        self._free_if_unused()
+
+    def _free_if_unused(self) -> None:
+        if self._full and not self._users:
+            self.free()
+
+    def free(self) -> None:
+        """Free it, of which no object has words any more. Collective."""
+        self._closers.remove(self.free)
+        forget(self.free)
+        self.words.release()
+        free(self.mpi)

@@ -22,7 +22,6 @@ import errno
 import math
 import mmap
 import os
-import secrets
 import stat
 import sys
 from pathlib import Path
@@ -57,7 +56,8 @@ class NodeMemory:
     """A part for each rank, and a common part, for ranks of one node. Collective.
 
     All bytes are 0 at first. Parts begin on a page. `AtomicWords` order the stores of a
-    rank with the loads of other ranks.
+    rank with the loads of other ranks. If the node has too little memory, or a rank
+    cannot map it, every rank raises an error.
 
     Args:
         group: Ranks of one node.
@@ -66,14 +66,6 @@ class NodeMemory:
         stripes: The bytes of the common part that this rank works on. Those of all
             ranks together cover it. Each rank allocates its part and its stripes, which
             places their pages on its socket.
-
-    Attributes:
-        parts: The parts as bytes, in rank order.
-        common: The common part as bytes.
-
-    Raises:
-        InvalidArgumentError: On every rank, if the node has too little memory.
-        RuntimeError: On every rank, if a rank cannot open or map the memory.
     """
 
     def __init__(
@@ -101,10 +93,7 @@ class NodeMemory:
 
 
 def memory_of_rank(group: Group, rank: int, nbytes: int) -> Array:
-    """Return bytes of one rank, which all ranks of its node have mapped. Collective.
-
-    They live as long as views of them, and are 0 at first. Raises as `NodeMemory`.
-    """
+    """Return bytes of one rank as `NodeMemory` has them, mapped by all. Collective."""
     sizes = [nbytes * (each == rank) for each in range(group.size)]
     return NodeMemory(group, sizes).parts[rank]
 
@@ -135,7 +124,7 @@ def _mmap(file: int, nbytes: int) -> mmap.mmap:
 def _opened(group: Group, nbytes: int) -> Iterator[int]:
     """Yield the descriptor of a new file that all ranks have opened. Collective."""
     # Nobody may know it before the file exists.
-    name = f"hpcaccum-{os.getuid()}-{os.getpid()}-{secrets.token_hex(16)}"
+    name = f"hpcaccum-{os.getuid()}-{os.getpid()}-{os.urandom(16).hex()}"
     path, files = f"{_SHM}/{name}", list[int]()
 
     def create() -> tuple[str, tuple[int, ...]] | None:
@@ -199,7 +188,7 @@ def explained(error: OSError, nbytes: int) -> Exception:
     # A system call that cannot write to a page returns EFAULT.
     if error.errno in (errno.ENOSPC, errno.EFAULT):
         return no_room(nbytes, "which another process has taken meanwhile")
-    reason = _cannot_share(nbytes, str(error))
+    reason = f"cannot share {nbytes} bytes in {_SHM}: {error}"
     if error.errno == errno.ENOENT:
         reason += f"; {_ONE_FOLDER}"
     if error.errno == errno.EEXIST:
@@ -208,10 +197,6 @@ def explained(error: OSError, nbytes: int) -> Exception:
         # Files (ulimit -n), address space (ulimit -v), mappings (vm.max_map_count).
         reason += f"; {count_open()} objects of hpcaccum are open on this rank"
     return RuntimeError(reason)
-
-
-def _cannot_share(nbytes: int, why: str) -> str:
-    return f"cannot share {nbytes} bytes in {_SHM}: {why}"
 
 
 def no_room(nbytes: int, why: str) -> InvalidArgumentError:
@@ -223,10 +208,7 @@ def no_room(nbytes: int, why: str) -> InvalidArgumentError:
 
 
 def check_room(nbytes: int, ranks: int) -> None:
-    """Check that this node has enough shared memory.
-
-    For each of its ranks, which need so much together, some memory stays free.
-    """
+    """Raise unless this node has enough memory for its ranks, and some is left."""
     wanted, free = nbytes + ranks * _MARGIN, _free()
     if wanted > free:
         raise no_room(wanted, f"{free / 2**20:.1f} MiB are free")
@@ -235,10 +217,8 @@ def check_room(nbytes: int, ranks: int) -> None:
 def pieces(begin: int, end: int, ranks: int) -> Iterator[tuple[int, int]]:
     """Yield begin and size of the pieces to allocate, while enough memory stays free.
 
-    If no memory were free, even for a moment, MPI could not report the error.
-
-    Raises:
-        OSError: If there is too little; others may have taken it since `check_room`.
+    If no memory were free, even for a moment, MPI could not report the error. Raises
+    OSError if there is too little; others may have taken it since `check_room`.
     """
     for start in range(begin, end, _PIECE):
         size = min(_PIECE, end - start)

@@ -10,7 +10,9 @@ from hpcaccum.mpi.job.runtime import MPI
 from hpcaccum.mpi.memory.windows import FREED, allocate, free
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+
+    from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi.talk.group import Group
@@ -28,22 +30,10 @@ class Region:
 
     What `accumulate` adds on another node moves when the root calls MPI, and little at
     a time. So ranks announce long additions, each in a word of its own on the root,
-    whose agent naps only briefly until they are complete.
+    whose agent, a thread of it, naps only briefly until they are complete.
 
-    Args:
-        group: The ranks.
-        root: The rank with the memory. Between nodes, the agent of its node is one of
-            its threads.
-        nbytes: Its size.
-
-    Attributes:
-        direct: Whether this rank also reaches it by plain loads and stores, because it
-            shares a node with all others or is the root.
-        nbytes_here: Bytes in this rank's memory.
-
-    Raises:
-        InvalidArgumentError: On every rank, if there is too little memory.
-        RuntimeError: On every rank, if MPI can make no more windows.
+    This rank also reaches it by plain loads and stores if it is `direct`, because it
+    shares a node with all others or is the root.
     """
 
     def __init__(self, group: Group, root: int, nbytes: int) -> None:
@@ -70,7 +60,7 @@ class Region:
         return np.frombuffer(memory, np.uint8)
 
     def view(self, offset: int, count: int, dtype: np.dtype[Any]) -> Array:
-        """Return elements as a view, which must not outlive it. Only if `direct`."""
+        """Return elements as a view, which must not outlive it; only if `direct`."""
         return self._memory[offset : offset + count * dtype.itemsize].view(dtype)
 
     def sync(self) -> None:
@@ -83,47 +73,47 @@ class Region:
 
     def put(self, offset: int, data: Array) -> None:
         """Write a contiguous vector; complete on return."""
-        try:
-            for start, piece in _pieces(data):
-                target = (offset + start, piece.nbytes, MPI.BYTE)
-                self._window.Put([piece, MPI.BYTE], self._root, target)
-        finally:
-            # Also after an exception: MPI must not read memory that is freed.
-            self._window.Flush(self._root)
+        self._move(self._window.Put, offset, data, MPI.BYTE)
+
+    def get(self, offset: int, out: Array) -> None:
+        """Read into a contiguous vector."""
+        self._move(self._window.Get, offset, out, MPI.BYTE)
 
     def accumulate(self, offset: int, data: Array) -> None:
-        """Add a contiguous float32 or float64 vector; each element is added atomically.
-
-        Args:
-            offset: Byte where the vector begins.
-            data: The vector; MPI reads it until this returns.
-        """
+        """Add a contiguous vector of float32 or float64, each element atomically."""
         kind = MPI.FLOAT if data.dtype.itemsize == 4 else MPI.DOUBLE
         announced = not self.direct and data.nbytes > _SHORT
         try:
             if announced:
                 self._announce(_ADDING)
-            for start, piece in _pieces(data):
-                target = (offset + start, piece.size, kind)
-                self._window.Accumulate([piece, kind], self._root, target, MPI.SUM)
+            self._move(self._window.Accumulate, offset, data, kind, MPI.SUM)
         finally:
-            self._window.Flush(self._root)
             if announced:
                 # Without a flush, which takes a round trip: the next one completes it.
                 self._announce(_IDLE)
 
+    def _move(
+        self,
+        call: Callable[..., None],
+        offset: int,
+        data: Array,
+        kind: mpi4py_MPI.Datatype,
+        *operation: mpi4py_MPI.Op,
+    ) -> None:
+        step = _CHUNK_BYTES // data.dtype.itemsize
+        try:
+            for start in range(0, data.size, step):
+                piece = data[start : start + step]
+                place = offset + start * data.dtype.itemsize
+                target = place, piece.nbytes // kind.Get_size(), kind
+                call([piece, kind], self._root, target, *operation)
+        finally:
+            # Also after an exception: MPI must not read memory that is freed.
+            self._window.Flush(self._root)
+
     def _announce(self, word: Array) -> None:
         target = (self._words + 8 * self._rank, 1, MPI.LONG)
         self._window.Accumulate([word, MPI.LONG], self._root, target, MPI.REPLACE)
-
-    def get(self, offset: int, out: Array) -> None:
-        """Read into a contiguous vector."""
-        try:
-            for start, piece in _pieces(out):
-                target = (offset + start, piece.nbytes, MPI.BYTE)
-                self._window.Get([piece, MPI.BYTE], self._root, target)
-        finally:
-            self._window.Flush(self._root)
 
     def free(self) -> None:
         """Free the window. Collective."""
@@ -133,10 +123,3 @@ class Region:
         self._memory = np.empty(0, np.uint8)
         free(self._window)
         self._window = FREED
-
-
-def _pieces(data: Array) -> Iterator[tuple[int, Array]]:
-    """Yield pieces of a vector that one MPI call can move, with their byte offsets."""
-    step = _CHUNK_BYTES // data.dtype.itemsize
-    for start in range(0, data.size, step):
-        yield start * data.dtype.itemsize, data[start : start + step]

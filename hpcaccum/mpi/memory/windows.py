@@ -38,11 +38,7 @@ def allocate(group: Group, root: int, nbytes: int, unit: int) -> Any:
 
     MPICH crashes instead of returning an error: with SIGSEGV if it has no communicator
     left for a window, and with SIGBUS at the first touch if the node has too little
-    shared memory. So both are checked first.
-
-    Raises:
-        InvalidArgumentError: On every rank, if there is too little memory.
-        RuntimeError: On every rank, if MPI can make no more windows.
+    shared memory. So both are checked first, and raise an error on every rank.
     """
     local = nbytes if group.rank == root else 0
 
@@ -67,18 +63,14 @@ def allocate(group: Group, root: int, nbytes: int, unit: int) -> Any:
     return window
 
 
+@functools.cache
 def memory_barrier() -> Callable[[], None]:
     """Return what orders the loads and stores of a rank that shares no window."""
-    return _own_window().Sync  # type: ignore[no-any-return]
-
-
-@functools.cache
-def _own_window() -> Any:
-    """Return a window of this rank alone, which lives until MPI ends."""
-    window = MPI.Win.Allocate(0, comm=MPI.COMM_SELF)
+    # A window of this rank alone, which lives until MPI ends.
+    window: Any = MPI.Win.Allocate(0, comm=MPI.COMM_SELF)
     window.Lock_all(MPI.MODE_NOCHECK)
     at_end(functools.partial(free, window))
-    return window
+    return window.Sync  # type: ignore[no-any-return]
 
 
 def free(window: Any) -> None:
@@ -102,11 +94,9 @@ def _check_communicators(group: Group) -> None:
 
 
 def _clear(memory: Any, ranks: int) -> Exception | None:
-    """Set memory to zeros; return the error if the node has too little of it.
-
-    A system call that cannot write to a page returns an error; a store is a SIGBUS.
-    """
+    """Set memory to zeros; return the error if the node has too little of it."""
     whole = memoryview(memory).cast("B")
+    # A system call that cannot write to a page returns an error; a store is a SIGBUS.
     try:
         with Path("/dev/zero").open("rb", buffering=0) as zeros:
             for begin, size in pieces(0, len(whole), ranks):

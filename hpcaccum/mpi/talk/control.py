@@ -7,14 +7,13 @@ name and a number. Rank 0 collects the values, compares the names, and sends the
 Reductions are collective calls without rank 0 (a `Track` counts those of a reducer). A
 rank that waits long in one reports it to rank 0. If two calls wait for each other, rank
 0 raises an error, and sends it to every rank that waits. After a longer wait the rank
-announces its call to all, so that each can name those that are missing. Ranks are not
+reports its call to all, so that each can name those that are missing. Ranks are not
 asked: a rank that computes would not answer.
 
 Messages of one rank arrive in order. So rank 0 knows the place of a rank from the last
 message alone.
 
-A rank that has entered an exchange, or may have, says so if it gives up. Sending a
-message twice is harmless.
+A rank that has entered an exchange, or may have, says so if it gives up.
 
 Once a rank is lost, the exchanges of all ranks raise an error. The others can make
 exchanges among themselves, which have numbers of their own.
@@ -25,7 +24,7 @@ from __future__ import annotations
 import pickle
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import (
@@ -36,18 +35,8 @@ from hpcaccum.errors import (
     format_ranks,
 )
 from hpcaccum.mpi.job.shutdown import is_ending
-from hpcaccum.mpi.talk.control_messages import (
-    Answer,
-    Arrival,
-    Call,
-    Failure,
-    GaveUp,
-    Report,
-    Seen,
-    Tag,
-)
-from hpcaccum.mpi.talk.failures import is_complete
-from hpcaccum.mpi.talk.mailbox import Mailbox
+from hpcaccum.mpi.talk.mailbox import Mailbox, Tag
+from hpcaccum.mpi.talk.requests import is_complete
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,7 +48,7 @@ T = TypeVar("T")
 # Seconds after which a rank that waits in a call of a track reports it to rank 0. A
 # rank has at most one report in flight, so reports cost little if a rank is just slow.
 _PATIENCE = 0.2
-# Seconds after which it announces the call to all ranks: well before the first warning,
+# Seconds after which it reports the call to all ranks: well before the first warning,
 # and so rare that one message to each does not matter.
 _LONG_PATIENCE = 5.0
 # Seconds that a rank whose limit has passed waits for rank 0 to name the missing ranks.
@@ -85,6 +74,64 @@ class Track:
     def __str__(self) -> str:
         """Name the next call."""
         return f"{self.what} {self.calls + 1}"
+
+
+# Messages, of classes that every rank knows
+
+
+class Call(NamedTuple):
+    """A rank has entered exchange ``number``, after its complete calls by track.
+
+    Its value is pickled in a message.
+    """
+
+    number: int
+    what: str
+    ending: bool
+    value: Any
+    complete: dict[int, int]
+
+    def __str__(self) -> str:
+        return self.what + (" (at the end of its program)" if self.ending else "")
+
+
+class Report(NamedTuple):
+    """A rank waits in call ``number`` of a track; in none if that is track 0."""
+
+    track: int
+    number: int
+    what: str
+    complete: dict[int, int]
+
+    def __str__(self) -> str:
+        return self.what
+
+
+class GaveUp(NamedTuple):
+    """A rank has stopped waiting for the answer to an exchange.
+
+    If it has found that a rank is lost, ``lost`` says which, and why.
+    """
+
+    number: int
+    reason: str
+    lost: str = ""
+
+
+class Answer(NamedTuple):
+    """The values of all ranks in an exchange, pickled."""
+
+    number: int
+    values: bytes
+
+
+class Failure(NamedTuple):
+    """Exchange ``number`` has failed on all ranks, as have calls of these tracks."""
+
+    number: int
+    tracks: tuple[int, ...]
+    kind: type[Exception]
+    text: str
 
 
 class ControlChannel:
@@ -113,9 +160,10 @@ class ControlChannel:
         self._answer: Answer | None = None
         self._failures: dict[int, Failure] = {}
         self._lost: dict[int, Failure] = {}
-        # The call that this rank has reported, and whether that is still in flight.
-        self._reported, self._unseen = (0, 0), False
-        # By track, the last call that each rank has announced.
+        # The call that this rank has reported, and the request for that message.
+        self._reported: tuple[int, int] = 0, 0
+        self._report_sent: Any = None
+        # By track, the last call that each rank has reported.
         self._arrivals: dict[int, dict[int, int]] = {}
 
     # Tracks
@@ -135,32 +183,25 @@ class ControlChannel:
     def check(self, track: Track, deadline: Deadline) -> None:
         """Raise if the next call of a track, in which this rank waits, cannot complete.
 
-        That is DisagreementError, if a rank that has not made the call waits for this
-        rank in another one.
+        Because a rank that has not made the call waits for this one in another call.
         """
         with self.lock:
             self._receive_all()
-            self._announce(track, deadline)
             if self._rank == 0:
                 self._check_others(track)
-            else:
-                self._check_failure(track)
-                self._report(track, deadline)
+            elif failure := self._lost.get(track.number):
+                # This rank need not enter that exchange any more.
+                self._number = max(self._number, failure.number)
+                raise echo(failure.kind(failure.text))
+            self._report(track, deadline)
 
     def absent(self, track: Track) -> list[int]:
-        """Return the ranks that have not announced the next call of a track."""
+        """Return the ranks that have not reported the next call of a track."""
         with self.lock:
             self._receive_all()
             there = self._arrivals.get(track.number, {})
             ranks = range(self._size)
             return [rank for rank in ranks if there.get(rank, 0) <= track.calls]
-
-    def _announce(self, track: Track, deadline: Deadline) -> None:
-        there = self._arrivals.setdefault(track.number, {})
-        if there.get(self._rank, 0) <= track.calls and _late(deadline, _LONG_PATIENCE):
-            there[self._rank] = track.calls + 1
-            others = [rank for rank in range(self._size) if rank != self._rank]
-            self._mailbox.send(others, Arrival(track.number, track.calls + 1))
 
     def depart(self, track: Track) -> None:
         """Withdraw the report that this rank waits in the next call of a track."""
@@ -171,46 +212,46 @@ class ControlChannel:
                 self._reported = 0, 0
 
     def _report(self, track: Track, deadline: Deadline) -> None:
+        """Report a call that takes long to rank 0, and later to all others."""
         place = track.number, track.calls + 1
-        if self._unseen or self._reported == place or not _late(deadline, _PATIENCE):
+        there = self._arrivals.setdefault(track.number, {})
+        if there.get(self._rank, 0) <= track.calls and _late(deadline, _LONG_PATIENCE):
+            there[self._rank] = track.calls + 1
+            others = [rank for rank in self._others if rank != self._rank]
+            self._mailbox.send(others, Report(*place, str(track), {}))
+        if self._rank == 0 or self._reported == place or not _late(deadline, _PATIENCE):
             return
-        report = Report(*place, str(track), self._complete_calls())
-        # Before it is sent, as `depart` may withdraw one that was not, but must
-        # withdraw one that was. That is seen, too.
-        self._reported, self._unseen = place, True
-        self._mailbox.send([0], report)
+        if is_complete(self._report_sent):
+            report = Report(*place, str(track), self._complete_calls())
+            # Before it is sent, as `depart` may withdraw one that was not, but must
+            # withdraw one that was.
+            self._reported = place
+            # Complete when rank 0 has received it.
+            [self._report_sent] = self._mailbox.send([0], report, synchronous=True)
 
     def _complete_calls(self) -> dict[int, int]:
-        """Return the numbers of complete calls of the tracks that this thread uses.
-
-        Another thread of this rank may still make calls of its own tracks.
-        """
+        """Return the complete calls of this thread's tracks; others may make more."""
         mine = threading.get_ident()
         return {n: t.calls for n, t in self._tracks.items() if t.thread == mine}
 
     def _check_others(self, track: Track) -> None:
         """On rank 0, raise if ranks wait for it in calls other than its own."""
         awaited = track.calls + 1
-        places: dict[int, object] = {
+        calls = {
             rank: call
             for rank, call in self._calls.items()
             if call.complete.get(track.number, awaited) < awaited
         }
-        waiting = {
+        reports = {
             rank: report
             for rank, report in self._impossible().items()
             if report.complete.get(track.number, awaited) < awaited
             and (report.track, report.number) != (track.number, awaited)
         }
-        if places or waiting:
-            tracks = {track.number, *(report.track for report in waiting.values())}
-            self._fail(str(track), places | waiting, tracks)
+        self._fail_if_any(str(track), {track.number}, calls, reports)
 
     def _impossible(self) -> dict[int, Report]:
-        """Return the calls of ranks that wait for this thread, which has not made them.
-
-        Only this thread makes them, and it waits in another call.
-        """
+        """Return the calls of ranks that wait for this thread, which makes another."""
         mine = self._complete_calls()
         return {
             rank: report
@@ -218,16 +259,19 @@ class ControlChannel:
             if mine.get(report.track, report.number) < report.number
         }
 
-    def _check_failure(self, track: Track) -> None:
-        if failure := self._lost.get(track.number):
-            # This rank need not enter that exchange any more.
-            self._number = max(self._number, failure.number)
-            raise echo(failure.kind(failure.text))
-
-    def _fail(self, own: str, places: dict[int, object], tracks: set[int]) -> None:
-        """Raise on every rank that waits that the ranks make different calls."""
+    def _fail_if_any(
+        self,
+        own: str,
+        tracks: set[int],
+        calls: dict[int, Call],
+        reports: dict[int, Report],
+    ) -> None:
+        """Raise on every rank that waits if others are not in rank 0's own call."""
+        if not calls and not reports:
+            return
+        tracks |= {report.track for report in reports.values()}
         by_call = {own: [0]}
-        for rank, place in places.items():
+        for rank, place in {**calls, **reports}.items():
             by_call.setdefault(str(place), []).append(rank)
         listed = ", ".join(f"{format_ranks(r)} in {c!r}" for c, r in by_call.items())
         advice = {self._tracks[each].advice for each in tracks & self._tracks.keys()}
@@ -244,13 +288,8 @@ class ControlChannel:
     def gather(self, value: T, what: str) -> list[T]:
         """Return the values of all ranks, in rank order. Collective.
 
-        Raises:
-            DisagreementError: On every rank that waits, if some wait in another call.
-            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds, on every rank that waits,
-                and on those that make the call later; names the missing ranks.
-            LostRankError: On every rank, if one is lost.
-            TypeError: If rank 0 cannot unpickle a value; on the other ranks, a
-                WaitTimeoutError says so.
+        The errors are those of `Group.allgather`. If rank 0 cannot unpickle a value, it
+        raises a TypeError, and the others a WaitTimeoutError that says so.
         """
         if self._size == 1:
             return [value]
@@ -271,16 +310,12 @@ class ControlChannel:
     def check_all_present(self, what: str) -> None:
         """Raise LostRankError if a rank is lost."""
         if self._lost_ranks:
-            raise self._lost_error(what)
+            reasons = "; ".join(self._lost_ranks.values())
+            raise LostRankError(f"{what}, which needs all ranks: {reasons}")
 
     def _check_lost(self, call: Call) -> None:
-        """Raise if a call that all ranks must make cannot complete."""
-        if self._lost_ranks and call.number <= _AFTER_LOSS:
-            raise self._lost_error(call.what)
-
-    def _lost_error(self, what: str) -> LostRankError:
-        reasons = "; ".join(self._lost_ranks.values())
-        return LostRankError(f"{what}, which needs all ranks: {reasons}")
+        if call.number <= _AFTER_LOSS:
+            self.check_all_present(call.what)
 
     def _collect(self, call: Call, deadline: Deadline) -> dict[int, Any]:
         try:
@@ -303,13 +338,13 @@ class ControlChannel:
         return values
 
     def _answer_if_complete(self, call: Call) -> tuple[dict[int, Any], Any] | None:
-        """Send the answer when all ranks have made the call; raise if one never will.
-
-        Returns:
-            The values, and the request of each rank; None if ranks are missing.
-        """
+        """Send the answer if all ranks have made the call; return it, and requests."""
         with self.lock:
-            if not self._all_entered(call):
+            self._receive_all()
+            self._check_lost(call)
+            self._check_gave_up(call)
+            self._check_same(call)
+            if self._missing(call):
                 return None
             values = {0: call.value}
             ranks = sorted(self._present(call))
@@ -328,14 +363,6 @@ class ControlChannel:
                 f"{call.what}: rank 0 cannot unpickle the value of rank {rank}: {error}"
             ) from error
 
-    def _all_entered(self, call: Call) -> bool:
-        self._receive_all()
-        self._check_lost(call)
-        self._check_gave_up(call)
-        present = self._present(call)
-        self._check_same(call, present)
-        return not self._missing(call)
-
     def _check_gave_up(self, call: Call) -> None:
         for rank, other in self._gave_up.items():
             if other.number == call.number and other.lost:
@@ -346,15 +373,11 @@ class ControlChannel:
                     f"for {self._absent(call)}"
                 )
 
-    def _check_same(self, call: Call, present: Mapping[int, Call]) -> None:
+    def _check_same(self, call: Call) -> None:
         """Raise if ranks make, or wait in, another call."""
-        others: dict[int, object] = {
-            rank: other for rank, other in present.items() if other.what != call.what
-        }
-        waiting = self._impossible()
-        if others or waiting:
-            tracks = {report.track for report in waiting.values()}
-            self._fail(str(call), others | waiting, tracks)
+        present = self._present(call).items()
+        others = {rank: other for rank, other in present if other.what != call.what}
+        self._fail_if_any(str(call), set(), others, self._impossible())
 
     def _present(self, call: Call) -> dict[int, Call]:
         return {r: c for r, c in self._calls.items() if c.number == call.number}
@@ -390,11 +413,7 @@ class ControlChannel:
             return self._last_look(call, error)
 
     def _last_look(self, call: Call, error: WaitTimeoutError) -> dict[int, Any]:
-        """Return the answer if it arrives soon.
-
-        Otherwise raise the error of rank 0, which names the missing ranks, or ``error``
-        if rank 0 does not answer.
-        """
+        """Return the answer, or raise rank 0's error, if either arrives soon."""
         try:
             grace = Deadline(_GRACE, call.what)
             return grace.wait(lambda: self._answered(call), lambda: "rank 0")
@@ -421,7 +440,7 @@ class ControlChannel:
     def _spread(self, error: BaseException, tracks: set[int]) -> None:
         """Send the error that rank 0 raises to all other ranks."""
         kind: type[Exception] = WaitTimeoutError
-        text = f"rank 0 gave up: {_reason(error)}"
+        text = f"rank 0 gave up: {str(error) or type(error).__name__}"
         if isinstance(error, (DisagreementError, LostRankError)):
             kind, text = type(error), str(error)
         with self.lock:
@@ -441,16 +460,12 @@ class ControlChannel:
             self._note(source, message)
 
     def _note(self, source: int, message: Any) -> None:
-        """Store a message, and discard what it supersedes; twice does no harm."""
+        """Store a message, and discard what it supersedes."""
         if isinstance(message, Answer):
             self._answer = message
         elif isinstance(message, Failure):
             self._failures[message.number] = message
             self._lost |= dict.fromkeys(message.tracks, message)
-        elif isinstance(message, Seen):
-            self._unseen = False
-        elif isinstance(message, Arrival):
-            self._arrivals.setdefault(message.track, {})[source] = message.number
         else:
             self._note_place(source, message)
 
@@ -458,7 +473,7 @@ class ControlChannel:
         self._reports.pop(source, None)
         if isinstance(message, Report):
             self._reports[source] = message
-            self._mailbox.send([source], Seen())
+            self._arrivals.setdefault(message.track, {})[source] = message.number
         elif isinstance(message, GaveUp):
             self._gave_up[source] = message
         elif message.number > self._ended:
@@ -473,7 +488,3 @@ def _late(deadline: Deadline, patience: float) -> bool:
     """Whether a call has waited for so long, or for a part of its limit."""
     limit = deadline.elapsed + deadline.remaining
     return deadline.elapsed >= min(patience, limit / 4)
-
-
-def _reason(error: BaseException) -> str:
-    return str(error) or type(error).__name__

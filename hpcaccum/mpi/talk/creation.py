@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import secrets
+import os
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -90,7 +90,8 @@ def alone(comm: mpi4py_MPI.Intracomm, what: str, missing: str) -> Iterator[None]
     _all(comm, False, deadline, missing)
     for tries in itertools.count():
         if tries:
-            time.sleep(secrets.randbelow(_PAUSE << min(tries, 5)) / 1e6)
+            # Programs may seed the generator of `random` alike on all ranks.
+            time.sleep((_PAUSE << min(tries, 5)) / 1e6 * os.urandom(1)[0] / 256)
         holds = _one.acquire(blocking=False)
         try:
             if _all(comm, holds, deadline, missing):

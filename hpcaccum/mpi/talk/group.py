@@ -6,10 +6,9 @@ import contextlib
 import functools
 import itertools
 import os
-import secrets
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import (
@@ -35,19 +34,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Kept(Protocol):
-    """What a group keeps for its objects until its communicators are freed."""
-
-    def state(self) -> Any:
-        """Return what must be the same on all ranks."""
-
-    def compare(self, states: Sequence[Any]) -> None:
-        """Learn what `state` has returned on each rank."""
-
-    def free(self) -> None:
-        """Free it. Collective."""
-
-
 class Group:
     """A private duplicate of a communicator, and what its ranks share. Collective.
 
@@ -59,25 +45,25 @@ class Group:
     Attributes:
         comm: The private communicator, so that messages of the user and of hpcaccum
             are never confused.
-        rank: Rank of this process.
-        size: Number of ranks.
+        rank, size: Rank of this process; number of ranks.
         node: Communicator of the ranks that share memory with this one.
-        nodes: The ranks of each node, ordered by first rank.
-        node_of: For each rank, the place of its node in `nodes`.
-        node_number, node_ranks: That of this rank's node, and the ranks of this node.
+        nodes, node_of: The ranks of each node, ordered by first rank; and for each
+            rank, the place of its node there.
+        node_number, node_ranks: The place of this rank's node, and its ranks.
         single_node: Whether all ranks share memory.
-        own_cores: This rank's share of the cores of its node, at least 1. Ranks that
-            may run on the same cores share them evenly.
-        least_cores: The smallest share of any rank of the group.
+        own_cores, least_cores: This rank's share of the cores of its node, at least 1,
+            and the smallest of any rank. Ranks that may run on the same cores share
+            them evenly.
         order: Sorts communicators alike on all their ranks, the newest last. Parts of
             a group have its order.
         named: Objects that several users of the group share, by name.
-        kept: What is freed with the communicators; None if there is nothing.
+        words: Windows of which objects take words, by the rank with the memory.
+        closers: Called before the communicators are freed, the last one first.
         control: The exchanges of small objects, and the order of collective calls.
         broadcasts: Complete broadcasts of this rank with `comm`. MPI pairs them by
             their order, so before the next one this must be the same on all ranks.
-        facts: What must be known of each rank's process.
-        mates: The other ranks of this host whose processes this one can see.
+        facts, mates: What must be known of each rank's process; the other ranks of
+            this host whose processes this one can see.
         lost: The ranks that are lost, each with why. From the first one on, collective
             calls of MPI must not be made.
         dead: Those of them whose processes have ended, as this rank has seen. They
@@ -91,7 +77,8 @@ class Group:
         self.rank, self.size = comm.rank, comm.size
         self.node = node or split_by_node(comm)
         self.named: dict[str, Any] = {}
-        self.kept: Kept | None = None
+        self.words: dict[int, Any] = {}
+        self.closers: list[Callable[[], None]] = []
         # Not at their first use, which may be on some ranks only.
         self.own_cores = self._share_cores()
         self.nodes, self.least_cores = self._find_nodes()
@@ -121,7 +108,7 @@ class Group:
     def _find_facts(self) -> tuple[list[Facts], tuple[int, str]]:
         """Return what the heartbeat needs to know of each rank, and rank 0's order."""
         failure = facts = None
-        order = time.time_ns(), secrets.token_hex(8)
+        order = time.time_ns(), os.urandom(8).hex()
         try:
             facts = Facts.own()
         except InvalidArgumentError as error:
@@ -166,27 +153,16 @@ class Group:
         """Whether the process of one of the `mates` exists."""
         return self.facts[rank].process.exists()
 
-    def meet(self, value: T, what: str) -> dict[int, T]:
-        """Return the values of all ranks that are not lost, by rank. Collective.
-
-        For calls after a loss, of which all these ranks know.
-
-        Raises:
-            DisagreementError, WaitTimeoutError: As `allgather` does.
-        """
-        return self.control.gather_rest(value, what)
-
     def gather_present(self, value: T, what: str) -> dict[int, T]:
-        """Return the values of all ranks that are not lost, by rank. Collective.
-
-        Raises:
-            DisagreementError, WaitTimeoutError: As `allgather` does.
-        """
+        """Return the values of all ranks that are not lost, by rank. Collective."""
         with contextlib.suppress(LostRankError):
             return dict(enumerate(self.allgather(value, what)))
-        # Rank 0 has told this call of a loss; its heartbeat tells this rank, too.
+        self.await_loss(what)
+        return self.control.gather_rest(value, what)
+
+    def await_loss(self, what: str) -> None:
+        """Wait until the heartbeat tells of a loss, of which rank 0 has told a call."""
         Deadline(None, what).wait(lambda: self.lost or None, lambda: "the heartbeat")
-        return self.meet(value, what)
 
     def allgather(self, value: T, what: str) -> list[T]:
         """Return the values of all ranks, in rank order. Collective.
@@ -233,13 +209,15 @@ class Group:
         """
         try:
             checked = check()
-            found = (facts or _items)(checked)
+            found: Any = checked if facts is None else facts(checked)
+            if not isinstance(found, Mapping):
+                found = vars(found)
             report = {name: repr(fact) for name, fact in found.items()}
         except Exception as error:
             self.raise_together(what, error, call=call)
             raise
-        reports = self.raise_together(what, None, (report, self._kept()), call)
-        self._compare_kept([kept for _, kept in reports])
+        reports = self.raise_together(what, None, (report, self._words_taken()), call)
+        self._compare_words([taken for _, taken in reports])
         self.compare(what, dict(enumerate(each for each, _ in reports)))
         return checked
 
@@ -283,16 +261,16 @@ class Group:
             return
         rank, (kind, text) = first
         if failure is None:
-            raise echo(kind(f"{what}: {_of_rank(rank, _rest(text, what))}"))
+            text = _rest(text, what)
+            whose = "" if text.startswith(f"rank {rank} ") else f"rank {rank}: "
+            raise echo(kind(f"{what}: {whose}{text}"))
         again = rank < self.rank and _portable(failure) == (kind, text)
         raise echo(failure) if again else failure
 
     def compare(self, what: str, reports: Mapping[int, Mapping[str, str]]) -> None:
-        """Raise DisagreementError unless the reports of all ranks are the same.
+        """Raise DisagreementError unless the facts of all ranks, by name, are the same.
 
-        Args:
-            what: Begins the message.
-            reports: Facts by name, of each rank; the same on all ranks.
+        ``reports`` is the same on all ranks.
         """
         for name in {name: None for report in reports.values() for name in report}:
             values = {r: report.get(name, "nothing") for r, report in reports.items()}
@@ -329,22 +307,24 @@ class Group:
         """
         return f"{what} (number {next(self._numbers)})"
 
-    def _kept(self) -> list[Any]:
-        """Return the state of what this group keeps, and of what `inside` keeps."""
-        return [group.kept and group.kept.state() for group in self._with_inside()]
+    def _words_taken(self) -> list[dict[int, int]]:
+        """Return how many words are taken by root, of this group and of `inside`."""
+        return [
+            {root: window.taken for root, window in group.words.items()}
+            for group in self._with_inside()
+        ]
 
-    def _compare_kept(self, states: Sequence[list[Any]]) -> None:
-        """Have what is kept learn its state on all ranks.
+    def _compare_words(self, taken: Sequence[list[dict[int, int]]]) -> None:
+        """Take no more words of windows if ranks have taken different ones.
 
-        Args:
-            states: What `_kept` returned on each rank; one that has made no `inside`
-                has nothing there.
+        A constructor that has timed out on some ranks leaves such ranks.
         """
-        on_node = [states[rank][1:] for rank in self.node_ranks]
-        if self.kept is not None:
-            self.kept.compare([each[0] for each in states])
-        if self._inside is not None and self._inside.kept is not None:
-            self._inside.kept.compare([each[0] if each else None for each in on_node])
+        for level, group in enumerate(self._with_inside()):
+            ranks = self.node_ranks if level else range(self.size)
+            # A rank that has made no `inside` has taken none there.
+            found = [[*taken[rank], {}][level] for rank in ranks]
+            if any(each != found[0] for each in found):
+                group.words.clear()
 
     def _with_inside(self) -> list[Group]:
         return [self] if self._inside is None else [self, self._inside]
@@ -353,18 +333,14 @@ class Group:
         """Free the private communicators, once. Collective."""
         if self.comm == MPI.COMM_NULL:
             return
-        if self.kept is not None:
-            self.kept.free()
+        for close in self.closers[::-1]:
+            close()
         if self._inside is not None:
             self._inside.free()
         if not is_ending():
             self.control.drain()
         self.node.Free()
         self.comm.Free()
-
-
-def _items(value: Any) -> Mapping[str, object]:
-    return value if isinstance(value, Mapping) else vars(value)
 
 
 def _portable(error: Exception | None) -> tuple[type[Exception], str] | None:
@@ -377,18 +353,11 @@ def _portable(error: Exception | None) -> tuple[type[Exception], str] | None:
 
 
 def _rest(text: str, what: str) -> str:
-    """Return a message without the parts with which ``what`` begins, too.
-
-    An error that may also be raised on one rank alone begins with the name of its
-    object already.
-    """
+    """Return a message without the parts with which ``what`` begins, too."""
+    # An error that may also be raised on one rank alone begins with the name of its
+    # object already.
     for part in what.split(": "):
         if not text.startswith(f"{part}: "):
             break
         text = text.removeprefix(f"{part}: ")
     return text
-
-
-def _of_rank(rank: int, text: str) -> str:
-    """Return the message of a rank, which begins with the rank."""
-    return text if text.startswith(f"rank {rank} ") else f"rank {rank}: {text}"

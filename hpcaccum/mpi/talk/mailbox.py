@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.mpi.job.runtime import MPI
-from hpcaccum.mpi.talk.failures import begun, is_complete, receive
+from hpcaccum.mpi.talk.requests import begun, is_complete, receive
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -18,15 +19,20 @@ if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
 
 
+class Tag(IntEnum):
+    """What a message on the communicator of a group is for."""
+
+    CONTROL = 1
+    HEARTBEAT = 2
+    CLOCK = 3
+    TRACE = 4
+
+
 class Mailbox:
-    """Sends and receives Python objects over a communicator.
+    """Sends and receives Python objects over a communicator, with a tag of its own.
 
     Messages of one rank arrive in the order in which they were sent. Those to a rank
     that has died are dropped.
-
-    Args:
-        comm: The communicator.
-        tag: Of the messages; no others have it.
     """
 
     def __init__(self, comm: mpi4py_MPI.Intracomm, tag: int) -> None:
@@ -40,15 +46,18 @@ class Mailbox:
         # The request and the result of the exchange of `_sent`, once it has begun.
         self._counts: tuple[Any, Any] | None = None
 
-    def send(self, ranks: Collection[int], message: Any) -> list[Any]:
+    def send(
+        self, ranks: Collection[int], message: Any, *, synchronous: bool = False
+    ) -> list[Any]:
         """Send a message to some ranks; return the requests.
 
-        The mailbox keeps the message until they have received it, as MPI may not copy a
-        large one.
+        The mailbox keeps the message until they are complete, as MPI may not copy a
+        large one; if ``synchronous``, the ranks have received it then.
         """
         data = pickle.dumps(message)
         self._requests = [each for each in self._requests if not is_complete(each)]
-        sent = [begun(self._comm.isend, data, rank, self._tag) for rank in ranks]
+        begin = self._comm.issend if synchronous else self._comm.isend
+        sent = [begun(begin, data, rank, self._tag) for rank in ranks]
         for rank in ranks:
             self._sent[rank] += 1
         self._requests += sent
@@ -76,9 +85,6 @@ class Mailbox:
 
         Collective. MPI may give its context id to a later communicator, which would
         receive them. After a timeout it can be called again.
-
-        Raises:
-            WaitTimeoutError: After HPCACCUM_TIMEOUT seconds.
         """
         if self._counts is None:
             # The request keeps the arrays for MPI.

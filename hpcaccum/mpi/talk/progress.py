@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import threading
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from hpcaccum.deadline import MOVING_NAP, nap_after
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 T = TypeVar("T")
 
@@ -23,34 +24,30 @@ _NAP = 3e-4
 _SWITCH_INTERVAL = 1e-3
 
 
-class ShortSwitchInterval:
-    """While it has a user, Python's threads take turns more often than every 5 ms.
+# The switch interval, as each thread in `short_switch_interval` has found it.
+_found: list[float] = []
+_changing = threading.Lock()
+
+
+@contextlib.contextmanager
+def short_switch_interval() -> Iterator[None]:
+    """Have Python's threads take turns more often than every 5 ms in the block.
 
     Otherwise a computation in Python delays a thread that calls MPI for so long.
     """
-
-    def __init__(self) -> None:
-        self._lock, self._users, self._before = threading.Lock(), 0, 0.0
-
-    def __enter__(self) -> None:
-        """Count a user; the first one shortens the interval, unless it is shorter."""
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                self._before = sys.getswitchinterval()
-                # Python rounds what it is set to: a shorter one is not touched.
-                if self._before > _SWITCH_INTERVAL:
-                    sys.setswitchinterval(_SWITCH_INTERVAL)
-
-    def __exit__(self, *error: object) -> None:
-        """Count a user less; the last one restores the interval."""
-        with self._lock:
-            self._users -= 1
-            if self._users == 0 and self._before > _SWITCH_INTERVAL:
-                sys.setswitchinterval(self._before)
-
-
-short_switch_interval = ShortSwitchInterval()
+    with _changing:
+        _found.append(sys.getswitchinterval())
+        # Python rounds what it is set to: a shorter one is not touched.
+        if _found[-1] > _SWITCH_INTERVAL:
+            sys.setswitchinterval(_SWITCH_INTERVAL)
+    try:
+        yield
+    finally:
+        with _changing:
+            before = _found[0]
+            _found.pop()
+            if not _found and before > _SWITCH_INTERVAL:
+                sys.setswitchinterval(before)
 
 
 class Progress:
@@ -88,10 +85,9 @@ class Progress:
         return end
 
     def nap(self, idle: float) -> float:
-        """Return how long a thread that calls MPI may nap; for one thread at a time.
+        """Return how long a thread that has been idle so long may nap between calls.
 
-        Args:
-            idle: Seconds since the thread was needed.
+        For one thread at a time.
         """
         longest = nap_after(idle)
         if self._data_arrive():
