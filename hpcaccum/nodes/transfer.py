@@ -11,7 +11,7 @@ import numpy as np
 from hpcaccum.mpi import begun, is_complete
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from mpi4py import MPI as mpi4py_MPI
 
@@ -137,6 +137,13 @@ class Incoming:
         """Take the first piece, whose memory is free from now on."""
         self._receiving.popleft()
         self._receive()
+
+    def taking(self, is_given_up: Callable[[], bool] = lambda: False) -> Steps:
+        """Take all pieces, unless the other agent is given up."""
+        while not (self.complete or is_given_up()):
+            if arrived := self.first() is not None:
+                self.take()
+            yield arrived
 
 
 def _bytes(array: Array) -> Array:

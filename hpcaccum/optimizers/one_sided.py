@@ -38,6 +38,7 @@ from hpcaccum.server import (
     ParameterServer,
     QuorumInbox,
     ServerOptions,
+    ServerSetup,
     check_nodes,
     spread,
 )
@@ -211,7 +212,7 @@ class OneSidedOptimizer(Wrapper):
         self._place, flat = place, flat_rule(self.outer)
         if self._group.rank == 0:
             logger.info("%r", self)
-        server = self._server = ParameterServer(
+        setup = ServerSetup(
             self._group,
             self._values,
             self._make_inbox,
@@ -223,6 +224,7 @@ class OneSidedOptimizer(Wrapper):
             capacities=capacities(variables, self._share),
             **counts,
         )
+        server = self._server = ParameterServer(setup)
         center = self._center = Center(self.outer, flat, server, self._values)
         # Without slots: it computes gradients of these, but updates the center's.
         Optimizer.initialize(self.inner, variables)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hpcaccum.server.parameter_copies import Copier
 from hpcaccum.server.part import Part, cut, joined
 from hpcaccum.server.wire_format import WireFormat
 
@@ -96,7 +97,7 @@ def test_parameters_are_written_to_their_places():
     for each in shards(form, 3, True):
         arrays = each.wire.parameters.views(flat[each.part])
         written = np.full(each.part.stop - each.part.start, np.nan, np.float32)
-        each.wire.write_parameters(arrays, written)
+        Copier(each.wire).write(arrays, written, 0)
         filled = ~np.isnan(written)
         np.testing.assert_array_equal(written[filled], flat[each.part][filled])
         assert filled.sum() == sum(array.size for array in arrays.values())
