@@ -11,6 +11,7 @@ What returns a patch is used as ``with testing.limits(patience=0.03): ...``.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -193,10 +194,14 @@ def left(optimizer: Any) -> list[int]:
     return list(optimizer._server._inbox.membership.left())
 
 
-def shared_bytes(optimizer: Any, *, gradients: bool = False) -> int:
-    """Return the memory of this rank for gradients and parameters, or for the first."""
-    server = optimizer._server
-    return int(server._inbox.parts.nbytes_here if gradients else server.window_bytes)
+def gradient_bytes(optimizer: Any) -> int:
+    """Return the memory of this rank for gradients."""
+    return int(optimizer._server._inbox.parts.nbytes_here)
+
+
+def note_memory(sizes: list[int]) -> Any:
+    """Return a patch: the bytes of shared memory that this rank allocates."""
+    return _before(os, "posix_fallocate", lambda *place: sizes.append(place[-1]))
 
 
 def push(optimizer: Any, grads: Mapping[str, Any], step: int) -> Any:

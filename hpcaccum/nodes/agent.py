@@ -313,11 +313,17 @@ class Agent:
     # The thread
 
     def _start(self) -> None:
+        def run_or_abort() -> None:
+            try:
+                with short_switch_interval:
+                    self._run()
+            except BaseException:
+                # Without this thread, ranks of all nodes would wait without end.
+                report_and_abort(*sys.exc_info())
+
         self._stopped = False
         name = f"agent of {self.describe([self.node])}"
-        self._thread = threading.Thread(
-            target=self._run_or_abort, daemon=True, name=name
-        )
+        self._thread = threading.Thread(target=run_or_abort, daemon=True, name=name)
         self._thread.start()
 
     def _stop(self) -> None:
@@ -329,14 +335,6 @@ class Agent:
         deadline = Deadline(math.inf, self._thread.name)
         deadline.join(self._thread, lambda: "its thread to end")
         self._thread = None
-
-    def _run_or_abort(self) -> None:
-        try:
-            with short_switch_interval:
-                self._run()
-        except BaseException:
-            # Without this thread, ranks of all nodes would wait without end.
-            report_and_abort(*sys.exc_info())
 
     def _run(self) -> None:
         last = time.monotonic()

@@ -152,18 +152,11 @@ class NodeParts(Service):
     ) -> Array:
         """Return the sum of vectors in parts of any nodes, divided by ``divisor``.
 
-        The vectors of a node, times their factors, are added in their order, then the
-        sums of the nodes in the order of the nodes. Each node but this one sends one
-        vector, unless the agent of this node has copies. If nothing is sent, and the
-        agent is a thread of this rank, this call adds the vectors itself.
-
-        Args:
-            places: The vectors, ordered by rank; at least one.
-            count: Elements of each vector.
-            dtype: Of each vector, and of the sum.
-            divisor: More than 0.
-            deadline: Of the call.
-            copied: The ranks of whose vectors the agent of this node has copies.
+        The vectors of a node, times their factors, are added in their order, that of
+        the ranks, then the sums of the nodes in the order of the nodes. Each node but
+        this one sends one vector, unless the agent of this node has copies of those of
+        the ranks in ``copied``. If nothing is sent, and the agent is a thread of this
+        rank, this call adds the vectors itself.
 
         Returns:
             An array, valid until the next sum of a rank of this node.

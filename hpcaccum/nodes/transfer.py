@@ -123,11 +123,6 @@ class Incoming:
             request = begun(self._comm.Irecv, _bytes(place), self._rank, self._tag)
             self._receiving.append((request, place))
 
-    @property
-    def complete(self) -> bool:
-        """Whether all pieces have been taken."""
-        return not self._receiving
-
     def first(self) -> Array | None:
         """Return the first piece that was not taken; None if it has not arrived."""
         request, place = self._receiving[0]
@@ -140,7 +135,7 @@ class Incoming:
 
     def taking(self, is_given_up: Callable[[], bool] = lambda: False) -> Steps:
         """Take all pieces, unless the other agent is given up."""
-        while not (self.complete or is_given_up()):
+        while self._receiving and not is_given_up():
             if arrived := self.first() is not None:
                 self.take()
             yield arrived

@@ -58,14 +58,12 @@ class _ServedWords(AtomicWords):
         """Begin to carry out operations of other nodes."""
         self._calls = Calls(self._group, self.root, self._serve, what)
         if self._calls.leads:
-            self._end_watch = self._group.progress.watch(self._watched)
+            progress = self._group.progress
+            self._end_watch = progress.watch(lambda: self._words[:_WATCHED])
 
     def _serve(self, _: int, name: str, *arguments: Any) -> Any:
         result = getattr(self, name)(*arguments)
         return True if result is None else result
-
-    def _watched(self) -> memoryview:
-        return self._words[:_WATCHED]
 
     def free(self) -> None:
         self._calls.free()

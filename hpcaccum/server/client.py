@@ -312,17 +312,6 @@ class Client(Freeable):
 
         return copy
 
-    @property
-    def window_bytes(self) -> int:
-        """Memory of this rank that holds gradients and parameters for others."""
-        nbytes = self._inbox.parts.nbytes_here + self._publisher.window_bytes
-        nbytes += self._copier.nbytes_here
-        if self._orders is not None:
-            nbytes += self._orders.window_bytes
-        if self._node_update is not None and self.is_root:
-            nbytes += self._node_update.window_bytes
-        return nbytes
-
     def _free(self) -> None:
         self._lent = None
         self._views.clear()

@@ -15,6 +15,7 @@ the root can make the pieces of that rank again, from the chunk where it was.
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 import sys
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -154,21 +155,18 @@ class NodeUpdate:
 
     def _allocate(self, group: Group, root: int) -> Array:
         """Return memory of the node: a vector for the center, and one for each slot."""
-        memory = memory_of_rank(group, root, self.window_bytes).view(self._layout.dtype)
-        size, slots = self._layout.size, len(self._rule.slots)
+        size, slots, dtype = (
+            self._layout.size,
+            len(self._rule.slots),
+            self._layout.dtype,
+        )
+        # Two chunks of each worker: while it saves one, the one before must stay.
+        shape = group.size * self._threads, 2, slots, min(_CHUNK, self._piece)
+        count = (1 + slots) * size + math.prod(shape)
+        memory = memory_of_rank(group, root, count * dtype.itemsize).view(dtype)
         vectors, saved = np.split(memory, [(1 + slots) * size])
-        # Two of each worker: while it saves one chunk, the one before must stay.
-        workers = group.size * self._threads
-        self._saved = saved.reshape(workers, 2, slots, min(_CHUNK, self._piece))
+        self._saved = saved.reshape(shape)
         return vectors.reshape(1 + slots, size)
-
-    @property
-    def window_bytes(self) -> int:
-        """Memory of the root: the center, the slots, and room to save their chunks."""
-        slots, workers = len(self._rule.slots), self._ranks * self._threads
-        room = workers * 2 * slots * min(_CHUNK, self._piece)
-        nbytes = room * self._layout.dtype.itemsize
-        return (1 + slots) * self._layout.nbytes + nbytes
 
     @property
     def center(self) -> dict[str, Array]:

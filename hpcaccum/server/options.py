@@ -140,15 +140,12 @@ def check_nodes(servers: Sequence[int] | None, group: Group) -> None:
         return
     for ranks in group.nodes:
         if len(shared := [rank for rank in servers if rank in ranks]) > 1:
+            # Collective; all ranks find the same pair.
+            names = group.allgather(MPI.Get_processor_name(), "servers")
             raise InvalidArgumentError(
                 f"servers must be on different nodes: ranks {shared[0]} and "
-                f"{shared[1]} share node {_name(group, shared[0])}"
+                f"{shared[1]} share node {names[shared[0]]}"
             )
-
-
-def _name(group: Group, rank: int) -> str:
-    # Collective; all ranks find the same pair.
-    return group.allgather(MPI.Get_processor_name(), "servers")[rank]
 
 
 def spread(host: int, group: Group, nbytes: int, *, divisible: bool) -> tuple[int, ...]:

@@ -122,15 +122,12 @@ class Orders(Service):
 
     def _allocate(self, group: Group, dtype: Any) -> Array:
         """Make the memory for gradients of the server of this node, if it has one."""
-        number, self.window_bytes = self.publisher.server_here, 0
+        number = self.publisher.server_here
         if number < 0:
             return np.empty((0, 0), dtype)
-        server = self._servers[number]
         size = sum(each.stop - each.start for each in self._parts[number].ranges)
         nbytes = self.buffers * size * dtype.itemsize
-        if server == group.rank:
-            self.window_bytes = nbytes
-        rank = group.node_ranks.index(server)
+        rank = group.node_ranks.index(self._servers[number])
         memory: Array = memory_of_rank(group.inside, rank, nbytes).view(dtype)
         return memory.reshape(self.buffers, size)
 

@@ -93,7 +93,6 @@ class Copier:
         names: Of all variables, in the order of the vector.
         tables: The numbers in the log of the rows of each sparse variable.
         whole: Whether each message is all of a vector, whatever a node has.
-        nbytes_here: Bytes of this rank's memory that say what has changed.
     """
 
     _log: RowLog
@@ -109,7 +108,7 @@ class Copier:
             number = wire.parameters.shapes[place.name][0]
             self.tables[place.name] = range(first, first + number)
             first += number
-        self._number_of_rows, self.nbytes_here = first, 0
+        self._number_of_rows = first
         # On the rank that writes the copies of its node, by copy: rows that it lacks,
         # of each update; None for all.
         self._lacks: list[list[Array] | None] = [None, None]
@@ -117,7 +116,6 @@ class Copier:
         if group is not None and wire.rows:
             self.size += ALIGNMENT // self.dtype.itemsize
             self._log = RowLog(*writer_inside(group, root), first // _SHARE)
-            self.nbytes_here = self._log.nbytes_here
 
     # The root
 

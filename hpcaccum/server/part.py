@@ -204,10 +204,6 @@ class Center:
         """Copy it to where it is published."""
         self._copier.write(self.arrays, flat, self._copies.writing)
 
-    def free(self) -> None:
-        """Use no shared memory any more, so that it can be freed."""
-        self.arrays = {}
-
 
 class OwnPart(Center):
     """The part of the center that this server, one of several, has.
@@ -239,11 +235,6 @@ class OwnPart(Center):
 
     def _piece(self, name: str, whole: Array) -> Array:
         return self._part.piece(name, whole)
-
-    def free(self) -> None:
-        """Use no shared memory any more, so that it can be freed."""
-        super().free()
-        self._gradients = np.empty((0, 0))
 
 
 def joined(pieces: Sequence[Array | None], shape: tuple[int, ...]) -> Array | None:

@@ -182,12 +182,6 @@ class Publisher(Service):
 
     # Every rank
 
-    @property
-    def window_bytes(self) -> int:
-        """Memory of this rank that holds copies, and what it publishes."""
-        shared = self._is_here or self.server_here < 0
-        return self.copies.window_bytes + (0 if shared else self.own.window_bytes)
-
     def version(self) -> int:
         """Return the step that this node has; a load. -1 before the first one."""
         return step_of(self.copies.version())
@@ -217,12 +211,8 @@ class Publisher(Service):
     ) -> None:
         """Wait until this node has a version, or a newer one.
 
-        Args:
-            version: The version.
-            deadline: Of the wait.
-            missing: Returns what it waits for if the version is not published.
-            meanwhile: Called again and again.
-            comes: Whether the root knows that this node waits for it.
+        If the root knows that this node waits for it, it ``comes`` unasked. If it is
+        not published, ``missing`` returns what it waits for.
         """
         if not (comes or self._is_here):
             self.tell([self.agent.node], "fetch", version)

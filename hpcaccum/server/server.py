@@ -381,7 +381,7 @@ class ParameterServer(Client):
         # From now on nothing reads the shared memory.
         self._final = self._read_state()
         if self._updates is not None:
-            self._updates.center.free()
+            del self._updates.center
 
     def _end_updates(self, call: str) -> None:
         """Wait for the last update, which all ranks pull; fail on all ranks or none."""
