@@ -237,8 +237,12 @@ class Agent:
             del self._group.named[_NAME]
 
     def _wait_for_requests(self, number: int, deadline: Deadline) -> None:
+        def is_idle() -> bool | None:
+            with self._accepting:
+                return all(each != number for each, _ in list(self._running)) or None
+
         deadline.wait(
-            lambda: self._is_idle(number),
+            is_idle,
             lambda: f"the agent of {self.describe([self.node])} to end its work",
         )
         deadline.wait(
@@ -252,10 +256,6 @@ class Agent:
             # Not iterated over: the thread of the agent takes requests from it.
             own = {self.node} if self._own else set()
             return own.union(itertools.compress(itertools.count(), self._sent))
-
-    def _is_idle(self, number: int) -> bool | None:
-        with self._accepting:
-            return all(each != number for each, _ in list(self._running)) or None
 
     def request(self, node: int, number: int, *request: Any) -> None:
         """Send a request to a service of the agent of a node; do not wait."""

@@ -146,17 +146,17 @@ class UpdateLoop(Loop):
         self._step = step
         self._publish(version_of(step))
         # The other copy too, so that no update of rows has to copy whole tables.
-        self.center.write(self._publisher.begin(version_of(step)))
+        self.center.write(self._publisher.own.begin(version_of(step)))
 
     def _publish(self, version: int) -> None:
-        self.center.write(self._publisher.begin(version))
+        self.center.write(self._publisher.own.begin(version))
         self._publisher.complete(version)
 
     @traced("update", lambda args, _: {"step": args[1].step + 1})
     def _make(self, batch: Any, deadline: Deadline) -> None:
         version = version_of(batch.step + 1)
         with self._lock.updating():
-            flat = self._publisher.begin(version)
+            flat = self._publisher.own.begin(version)
             if not self._update_together(batch, flat):
                 if grads := self.center.read(batch, deadline):
                     self._broken = True

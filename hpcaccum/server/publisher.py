@@ -251,12 +251,8 @@ class Publisher(Service):
 
     # A server
 
-    def begin(self, version: int) -> Array:
-        """Return the memory for a version of its part, larger than all before."""
-        return self.own.begin(version)
-
     def complete(self, version: int, awaited_by: Iterable[int] = ()) -> None:
-        """Publish what was written since `begin`.
+        """Publish what was written since ``own.begin``.
 
         Nodes of the ranks that wait for it get it from a single server unasked.
         """
