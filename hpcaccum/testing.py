@@ -11,6 +11,7 @@ What returns a patch is used as ``with testing.limits(patience=0.03): ...``.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -25,8 +26,8 @@ from hpcaccum.mpi.talk import control
 from hpcaccum.nodes import Agent, Service, transfer
 from hpcaccum.server import (
     node_update,
-    parameter_agent,
     parameter_copies,
+    publisher,
     wire_format,
 )
 
@@ -132,7 +133,7 @@ def limit_rounds(accumulator: Any, count: int) -> Any:
 _STEPS: dict[str, Callable[[Any], tuple[Any, str]]] = {
     # A gradient is admitted; the same of DropStaleGradientOptimizer.
     "admit": lambda owner: (_accumulator(owner)._shared.writer, "_admit"),
-    "put": lambda optimizer: (optimizer._server._inbox._queue, "put"),
+    "put": lambda optimizer: (optimizer._server._inbox, "put"),
     # The gradients of a closed round are added; rows are brought to the device.
     "sum": lambda accumulator: (accumulator._storage, "total"),
     "deliver": lambda accumulator: (sparse, "_to_device"),
@@ -185,9 +186,7 @@ def step_here(optimizer: Any) -> int:
 
 def admitted_step(optimizer: Any) -> int:
     """Return the step that the next gradient is compared with; may be ahead."""
-    inbox = optimizer._server._inbox
-    queue = getattr(inbox, "_queue", None)
-    return int(inbox.global_step if queue is None else queue.step)
+    return int(optimizer._server._inbox.global_step)
 
 
 def left(optimizer: Any) -> list[int]:
@@ -195,10 +194,14 @@ def left(optimizer: Any) -> list[int]:
     return list(optimizer._server._inbox.membership.left())
 
 
-def shared_bytes(optimizer: Any, *, gradients: bool = False) -> int:
-    """Return the memory of this rank for gradients and parameters, or for the first."""
-    server = optimizer._server
-    return int((server._inbox if gradients else server).window_bytes)
+def gradient_bytes(optimizer: Any) -> int:
+    """Return the memory of this rank for gradients."""
+    return int(optimizer._server._inbox.parts.nbytes_here)
+
+
+def note_memory(sizes: list[int]) -> Any:
+    """Return a patch: the bytes of shared memory that this rank allocates."""
+    return _before(os, "posix_fallocate", lambda *place: sizes.append(place[-1]))
 
 
 def push(optimizer: Any, grads: Mapping[str, Any], step: int) -> Any:
@@ -218,7 +221,7 @@ def missing(optimizer: Any, step: int) -> str:
 
 def admit_update(optimizer: Any) -> Callable[[], None]:
     """Have a gradient of DropStaleGradientOptimizer admitted; return what puts it."""
-    queue, rank = optimizer._server._inbox._queue, optimizer._group.rank
+    queue, rank = optimizer._server._inbox, optimizer._group.rank
     receipt = queue.admit(rank, 0)
     assert receipt
 
@@ -247,7 +250,7 @@ def interrupt_pulls(name: str) -> Any:
         into[name][...] = 77
         raise KeyboardInterrupt
 
-    return _after(parameter_copies.SparseCopier, "read", spoil)
+    return _after(parameter_copies.Copier, "read", spoil)
 
 
 def before_updates(optimizer: Any, call: Callable[[], object]) -> Any:
@@ -265,9 +268,9 @@ def before_answers(
         call: The call.
         ordered: Whether the servers are told before to answer the question.
     """
-    calls, name = [call], "_wait_for" if ordered else "_order"
-    questions = optimizer._server._orders.questions
-    return _before(questions, name, lambda *_: calls and calls.pop()())
+    calls, name = [call], "_wait_for" if ordered else "request"
+    orders = optimizer._server._orders
+    return _before(orders, name, lambda *_: calls and calls.pop()())
 
 
 def mend(optimizer: Any) -> None:
@@ -323,12 +326,22 @@ def note_row_messages(sizes: list[int]) -> Any:
 
 def slow_reads(seconds: float) -> Any:
     """Return a patch: this rank pauses before it reads each variable of the center."""
-    return _before(wire_format, "copyto", lambda *_: time.sleep(seconds))
+    copier = parameter_copies.Copier
+    read = copier.read
+
+    def slowly(self: Any, flat: Any, into: Mapping[str, Any], since: Any) -> Any:
+        has: dict[str, int] = {}
+        for name, array in into.items():
+            time.sleep(seconds)
+            has |= read(self, flat, {name: array}, since)
+        return has
+
+    return mock.patch.object(copier, "read", slowly)
 
 
 def slow_parts(seconds: float, rank: int | None = None) -> Any:
     """Return a patch: servers pause before each piece of parameters, to one leader."""
-    send = vars(parameter_agent)["send_pieces"]
+    send = vars(publisher)["send_pieces"]
 
     def slowly(comm: Any, to: int, *args: Any) -> Iterator[bool]:
         for done in send(comm, to, *args):
@@ -337,7 +350,7 @@ def slow_parts(seconds: float, rank: int | None = None) -> Any:
                 yield False
             yield done
 
-    return mock.patch.object(parameter_agent, "send_pieces", slowly)
+    return mock.patch.object(publisher, "send_pieces", slowly)
 
 
 # Nodes

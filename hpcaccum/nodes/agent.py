@@ -209,8 +209,15 @@ class Agent:
         # If none was sent since the round before, all had been received when this round
         # began, and every agent has been idle since then.
         while sent != before:
-            before = sent
-            mine, failure = self._end_requests(number, deadline)
+            before, mine, failure = sent, -1, None
+            try:
+                # How many this rank has sent, none of them during these waits.
+                while mine != self._requests[number]:
+                    mine = self._requests[number]
+                    self._wait_for_requests(number, deadline)
+            except WaitTimeoutError as error:
+                # Raised by all ranks together, so that they can call it again.
+                failure = error
             sent = sum(self._group.raise_together(what, failure, mine))
         self.discard(number)
 
@@ -227,27 +234,13 @@ class Agent:
             self.comm.Free()
             del self._group.named[_NAME]
 
-    def _end_requests(
-        self, number: int, deadline: Deadline
-    ) -> tuple[int, Exception | None]:
-        """Wait for requests to a service, and for those of this rank.
-
-        Returns how many requests to the service this rank has sent, none of them during
-        these waits; and the error of a wait.
-        """
-        sent = -1
-        while sent != self._requests[number]:
-            sent = self._requests[number]
-            try:
-                self._wait_for_requests(number, deadline)
-            except WaitTimeoutError as error:
-                # Raised by all ranks together, so that they can call it again.
-                return sent, error
-        return sent, None
-
     def _wait_for_requests(self, number: int, deadline: Deadline) -> None:
+        def is_idle() -> bool | None:
+            with self._accepting:
+                return all(each != number for each, _ in list(self._running)) or None
+
         deadline.wait(
-            lambda: self._is_idle(number),
+            is_idle,
             lambda: f"the agent of {self.describe([self.node])} to end its work",
         )
         deadline.wait(
@@ -256,16 +249,11 @@ class Agent:
         )
 
     def _unreceived(self) -> set[int]:
-        """Return the nodes whose agents have not received all requests of this rank."""
         with self._lock:
             self._forget_received()
             # Not iterated over: the thread of the agent takes requests from it.
             own = {self.node} if self._own else set()
             return own.union(itertools.compress(itertools.count(), self._sent))
-
-    def _is_idle(self, number: int) -> bool | None:
-        with self._accepting:
-            return all(each != number for each, _ in list(self._running)) or None
 
     def request(self, node: int, number: int, *request: Any) -> None:
         """Send a request to a service of the agent of a node; do not wait."""
@@ -344,15 +332,12 @@ class Agent:
         last = time.monotonic()
         with short_switch_interval():
             while not self._stopped:
-                if self._look() or self._nap(time.monotonic() - last):
+                busy, idle = self._look(), time.monotonic() - last
+                if not busy and idle < EAGER:
+                    os.sched_yield()
+                elif busy or self._awake.nap(self._group.progress.nap(idle)):
+                    # If it was woken, it may expect something soon.
                     last = time.monotonic()
-
-    def _nap(self, idle: float) -> bool:
-        """Nap; return whether it was woken, and may expect something soon."""
-        if idle < EAGER:
-            os.sched_yield()
-            return False
-        return self._awake.nap(self._group.progress.nap(idle))
 
     def _look(self) -> bool:
         """Accept requests and run each handler once; return whether any is active."""
@@ -369,7 +354,7 @@ class Agent:
         return busy
 
     def _accept(self) -> bool:
-        """Begin to handle the requests that have arrived; return whether any has."""
+        """Begin to handle what has arrived; return whether anything has."""
         busy = False
         while True:
             with self._accepting:
@@ -380,7 +365,6 @@ class Agent:
             busy = True
 
     def _receive(self) -> tuple[int, tuple[Any, ...]] | None:
-        """Return the source and the request that came first; None if none came."""
         if self._own:
             return self._group.rank, self._own.popleft()
         return receive(self.comm, _REQUEST)
@@ -393,7 +377,6 @@ class Agent:
 
 
 def _lack_of_threads(leads: bool, nodes: int) -> Exception | None:
-    """Return the error of a rank that leads a node and can run no agent."""
     if leads and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         needs = f"the first rank of each of {nodes} nodes needs to exchange data"
         return InvalidArgumentError(lack_of_threads(needs))

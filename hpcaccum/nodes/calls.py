@@ -14,7 +14,7 @@ from hpcaccum.mpi import begun, is_complete, receive
 from hpcaccum.nodes.agent import Agent, Service
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
 
     from hpcaccum.mpi import Group
     from hpcaccum.nodes.agent import Steps
@@ -159,13 +159,10 @@ class Calls(Service):
         except _ERRORS as error:
             answer = error
         if call:
-            yield from self._answer(source, call, answer)
-
-    def _answer(self, rank: int, call: int, answer: Any) -> Generator[bool]:
-        comm = self.agent.comm
-        request = begun(comm.isend, (call, answer), rank, self.tag())
-        while not is_complete(request):
-            yield False
+            comm, tag = self.agent.comm, self.tag()
+            request = begun(comm.isend, (call, answer), source, tag)
+            while not is_complete(request):
+                yield False
 
     def free(self) -> None:
         """Free it, when no rank makes calls any more. Collective."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,14 +23,7 @@ from hpcaccum.spans import traced
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
-    from collections.abc import (
-        Collection,
-        Generator,
-        Iterable,
-        Iterator,
-        Mapping,
-        Sequence,
-    )
+    from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 
     from hpcaccum.deadline import Deadline
     from hpcaccum.dtypes import Array
@@ -105,24 +99,21 @@ class NodeParts(Service):
         self.narrowing: Narrowing | None = None
         # Of ranks on other nodes, on a leader: copies of what is in their parts.
         self._kept: dict[int, Array] = {}
-        if not self.mapped:
-            self._join(inside)
-
-    def _join(self, inside: Group) -> None:
-        """Join the other nodes."""
+        if self.mapped:
+            return
         with contextlib.ExitStack() as undo:
             # Of each rank of the node: how many of its sums are complete, negative if
             # the last one has failed. At the end: the node whose sum the agent waits
             # for, plus 1.
             self._done = AtomicWords(inside, 0, inside.size + 1)
             undo.callback(self._done.free)
-            agent = Agent.of(self._group)
+            agent = Agent.of(group)
             undo.pop_all()
         self._awaited = inside.size
         # Whether the agent writes a result, which a rank may have given up meanwhile.
         self._collecting = False
         agent.add(self)
-        self._group.allgather(None, f"{self._what}: memory of nodes")
+        group.allgather(None, f"{what}: memory of nodes")
 
     def is_here(self, rank: int) -> bool:
         """Whether this rank has the part of another one mapped."""
@@ -163,18 +154,11 @@ class NodeParts(Service):
     ) -> Array:
         """Return the sum of vectors in parts of any nodes, divided by ``divisor``.
 
-        The vectors of a node, times their factors, are added in their order, then the
-        sums of the nodes in the order of the nodes. Each node but this one sends one
-        vector, unless the agent of this node has copies. If nothing is sent, and the
-        agent is a thread of this rank, this call adds the vectors itself.
-
-        Args:
-            places: The vectors, ordered by rank; at least one.
-            count: Elements of each vector.
-            dtype: Of each vector, and of the sum.
-            divisor: More than 0.
-            deadline: Of the call.
-            copied: The ranks of whose vectors the agent of this node has copies.
+        The vectors of a node, times their factors, are added in their order, that of
+        the ranks, then the sums of the nodes in the order of the nodes. Each node but
+        this one sends one vector, unless the agent of this node has copies of those of
+        the ranks in ``copied``. If nothing is sent, and the agent is a thread of this
+        rank, this call adds the vectors itself.
 
         Returns:
             An array, valid until the next sum of a rank of this node.
@@ -183,15 +167,12 @@ class NodeParts(Service):
             WaitTimeoutError: If the other nodes take too long.
             LostNodeError: If one of them is lost.
         """
-        nodes = self.by_node(places)
-        if self.agent.is_leader and all(
-            self._has(node, there, copied) for node, there in nodes.items()
-        ):
-            return self._sum_here(nodes.values(), count, dtype, divisor)
+        if self.agent.is_leader and (here := self._all_here(places, copied)):
+            return self._sum_here(here, count, dtype, divisor)
         self._sums += 1
         call = self._rank_inside, self._sums
         order = list(places), count, dtype.str
-        self.tell([self.agent.node], "collect", call, order, divisor, list(copied))
+        self.tell([self.agent.node], "collect", call, order, divisor, {*copied})
         try:
             self.agent.wait(
                 lambda: abs(self._done.read(call[0])) == call[1],
@@ -214,22 +195,20 @@ class NodeParts(Service):
         copied: Collection[int],
     ) -> bytes | None:
         """Return the sum of vectors if it is short and an agent has all; else None."""
-        nodes = self.by_node(places)
-        here = all(self._has(node, there, copied) for node, there in nodes.items())
-        if not (here and self.sends_short and is_short(count * dtype.itemsize)):
+        short = self.sends_short and is_short(count * dtype.itemsize)
+        if not (short and (here := self._all_here(places, copied))):
             return None
-        return self._sum_here(nodes.values(), count, dtype, 1).tobytes()
+        return self._sum_here(here, count, dtype, 1).tobytes()
 
     def _sum_here(
         self,
-        nodes: Iterable[Sequence[Place]],
+        nodes: Sequence[Sequence[Place]],
         count: int,
         dtype: np.dtype[Any],
         divisor: float,
     ) -> Array:
-        """Do as the agent, by the thread that needs the sum."""
         whole, out = [slice(0, count)], np.empty(count, dtype)
-        sums = [self._sum_of(places, whole, np.empty_like(out)) for places in nodes]
+        sums = [self._sum_of(there, whole, np.empty_like(out)) for there in nodes]
         with np.errstate(all="ignore"):
             add_in_order(sums, out, divisor)
         return out
@@ -250,9 +229,8 @@ class NodeParts(Service):
         return total
 
     def _missing(self) -> str:
-        """Return whose sum the agent of this node waits for; its own if for none."""
-        node = self._done.read(self._awaited) - 1
-        agent = self.agent
+        node, agent = self._done.read(self._awaited) - 1, self.agent
+        # Its own if it waits for none.
         return f"the sum of {agent.describe([agent.node if node < 0 else node])}"
 
     def by_node(self, places: Sequence[Place]) -> dict[int, list[Place]]:
@@ -265,33 +243,31 @@ class NodeParts(Service):
     # The agent
 
     def _do_send(self, rank: int, places: list[Place], count: int, name: str) -> Steps:
-        """Send a sum of this node."""
-        dtype, whole = np.dtype(name), [slice(0, count)]
-        return self.sending(rank, self.tag(), places, dtype, whole)
+        whole = [slice(0, count)]
+        return self.sending(rank, self.tag(), places, np.dtype(name), whole)
 
     def _do_collect(
         self,
         call: tuple[int, int],
         order: tuple[list[Place], int, str],
         divisor: float,
-        copied: list[int],
+        copied: set[int],
     ) -> Steps:
         """Set the result to a sum over nodes."""
+        (rank, number), (places, count, name) = call, order
         while self._collecting:
             yield False
-        if abs(self._done.read(call[0])) >= call[1]:
+        if abs(self._done.read(rank)) >= number:
             return
-        self._collecting, kept = True, set(copied)
-        places, count, name = order
+        self._collecting = True
         dtype, mine = np.dtype(name), self.agent.leaders[self.agent.node]
         for node, there in self.by_node(places).items():
-            if not self._has(node, there, kept):
+            if not self._has(node, there, copied):
                 self.tell([node], "send", mine, there, count, name)
         result = self._result[: count * dtype.itemsize].view(dtype)
-        whole = [slice(0, count)]
-        rank, number = call
+        whole, tag = [slice(0, count)], self.tag()
         try:
-            yield from self.collecting(self.tag(), places, whole, divisor, result, kept)
+            yield from self.collecting(tag, places, whole, divisor, result, copied)
         except LostNodeError:
             number = -number
         self._collecting = False
@@ -305,6 +281,14 @@ class NodeParts(Service):
     def _has(self, node: int, places: Sequence[Place], copied: Collection[int]) -> bool:
         """Whether this agent has all vectors of a node, or copies."""
         return node == self.agent.node or all(p.rank in copied for p in places)
+
+    def _all_here(
+        self, places: Sequence[Place], copied: Collection[int]
+    ) -> Sequence[Sequence[Place]]:
+        """Return vectors by node if this agent has all of them; else nothing."""
+        nodes = self.by_node(places)
+        here = all(self._has(node, there, copied) for node, there in nodes.items())
+        return list(nodes.values()) if here else []
 
     @traced("receive")
     def collecting(
@@ -363,11 +347,7 @@ class NodeParts(Service):
         for node, each in incoming.items():
             # MPI may still write to the memory of a message that never comes.
             keep(each)
-            while not (each.complete or self.agent.is_gone(node)):
-                if each.first() is None:
-                    yield False
-                else:
-                    each.take()
+            yield from each.taking(functools.partial(self.agent.is_gone, node))
 
     def _first_of(
         self, incoming: Mapping[int, Incoming]

@@ -11,7 +11,7 @@ import numpy as np
 from hpcaccum.mpi import begun, is_complete
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from mpi4py import MPI as mpi4py_MPI
 
@@ -165,11 +165,6 @@ class Incoming:
             request = begun(self._comm.Irecv, _bytes(place), self._rank, self._tag)
             self._receiving.append((request, place))
 
-    @property
-    def complete(self) -> bool:
-        """Whether all pieces have been taken."""
-        return not self._receiving
-
     def first(self) -> Array | None:
         """Return the first piece that was not taken; None if it has not arrived."""
         request, place = self._receiving[0]
@@ -179,6 +174,13 @@ class Incoming:
         """Take the first piece, whose memory is free from now on."""
         self._receiving.popleft()
         self._receive()
+
+    def taking(self, is_given_up: Callable[[], bool] = lambda: False) -> Steps:
+        """Take all pieces, unless the other agent is given up."""
+        while self._receiving and not is_given_up():
+            if arrived := self.first() is not None:
+                self.take()
+            yield arrived
 
 
 def _bytes(array: Array) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum.errors import InvalidArgumentError
@@ -9,7 +10,7 @@ from hpcaccum.mpi import AtomicWords, memory_barrier
 from hpcaccum.nodes.calls import Calls
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from hpcaccum.mpi import Group
 
@@ -57,14 +58,12 @@ class _ServedWords(AtomicWords):
         """Begin to carry out operations of other nodes."""
         self._calls = Calls(self._group, self.root, self._serve, what)
         if self._calls.leads:
-            self._end_watch = self._group.progress.watch(self._watched)
+            progress = self._group.progress
+            self._end_watch = progress.watch(lambda: self._words[:_WATCHED])
 
     def _serve(self, _: int, name: str, *arguments: Any) -> Any:
         result = getattr(self, name)(*arguments)
         return True if result is None else result
-
-    def _watched(self) -> memoryview:
-        return self._words[:_WATCHED]
 
     def free(self) -> None:
         self._calls.free()
@@ -90,29 +89,14 @@ class _RemoteWords(AtomicWords):
         self._barrier()
         return found
 
-    def read(self, index: int) -> int:
-        return int(self._call("read", index))
-
-    def fetch_add(self, index: int, value: int) -> int:
-        return int(self._call("fetch_add", index, value))
-
-    def exchange(self, index: int, value: int) -> int:
-        return int(self._call("exchange", index, value))
-
-    def compare_and_swap(self, index: int, expected: int, new: int) -> int:
-        return int(self._call("compare_and_swap", index, expected, new))
-
-    def read_range(self, index: int, count: int) -> list[int]:
-        return list(self._call("read_range", index, count))
-
-    def write(self, index: int, value: int) -> None:
-        self._call("write", index, value)
-
-    def store(self, index: int, values: Sequence[int]) -> None:
-        self._call("store", index, list(map(int, values)))
-
-    def store_unordered(self, index: int, value: int) -> None:
-        self._call("write", index, value)
+    read: Any = partialmethod(_call, "read")
+    read_range: Any = partialmethod(_call, "read_range")
+    write: Any = partialmethod(_call, "write")
+    store: Any = partialmethod(_call, "store")
+    store_unordered: Any = partialmethod(_call, "write")
+    fetch_add: Any = partialmethod(_call, "fetch_add")
+    exchange: Any = partialmethod(_call, "exchange")
+    compare_and_swap: Any = partialmethod(_call, "compare_and_swap")
 
     def free(self) -> None:
         self._calls.free()

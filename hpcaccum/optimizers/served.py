@@ -18,7 +18,7 @@ import numpy as np
 from hpcaccum.device import to_host
 from hpcaccum.optimizers.center import Center, flat_rule
 from hpcaccum.optimizers.start import broadcast
-from hpcaccum.server import ParameterServer
+from hpcaccum.server import ParameterServer, ServerSetup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,7 +61,7 @@ class Served:
         self._group, flat = group, flat_rule(outer)
         self.values = {var.name: var.value for var in variables}
         self.step, self.useful = -1, 0
-        self.server = ParameterServer(
+        setup = ServerSetup(
             group,
             self.values,
             make_inbox,
@@ -73,6 +73,7 @@ class Served:
             capacities=capacities,
             **counts,
         )
+        self.server = ParameterServer(setup)
         for other in others:
             other.server.leave_with(self.server)
         self.center = Center(outer, flat, self.server, self.values)

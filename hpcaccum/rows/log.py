@@ -40,7 +40,6 @@ class RowLog:
             memory = memory_of_rank(group, root, nbytes)
             undo.pop_all()
         self._ring: Array = memory.view(np.int64)
-        self.nbytes_here = nbytes if group.rank == root else 0
         self._end = 0
 
     @property

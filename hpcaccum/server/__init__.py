@@ -4,18 +4,16 @@ A `ParameterServer` is one object on every rank: a client, and on servers a loop
 root is the rank that decides what makes each update; users call it the host.
 
 gradients: A rank writes its gradient as one vector (`wire_format`) and submits it to an
-    `Inbox`, of which there are two: `QuorumInbox`, and `BoundedStalenessInbox` with an
-    `update_queue`.
+    `Inbox`, of which there are two: `QuorumInbox`, and `BoundedStalenessInbox`, whose
+    base is an `UpdateQueue`.
 updates: A server runs an `UpdateLoop`, which updates what the server has of the center:
     all of it, or a `part`. On one node, `node_update` divides an update among the ranks
     that wait.
 parameters: The loop gives them to the `Publisher`: each node has a `double_buffer`,
-    which its ranks read, and a `ParameterAgent`, which sends and receives. If variables
-    are sparse, `parameter_copies` copies and sends only the rows that are in a
-    `RowLog`.
+    which its ranks read, and an agent, which sends and receives. If variables are
+    sparse, `parameter_copies` copies and sends only the rows that are in a `RowLog`.
 several servers: The root runs an `OrderLoop`. Each server gets its gradients from
-    `Orders`, which the agent of each node carries. `Questions` of the root to the
-    servers are answered between two updates.
+    `Orders`, which the agent of each node carries.
 
 Imports `accumulator`, `nodes`, `rows`, `mpi`, `device` and the modules below them.
 """
@@ -24,7 +22,14 @@ from __future__ import annotations
 
 from hpcaccum.server.bounded_staleness import BoundedStalenessInbox
 from hpcaccum.server.inbox import Inbox, MakeInbox
-from hpcaccum.server.options import LARGE, ServerOptions, Servers, check_nodes, spread
+from hpcaccum.server.options import (
+    LARGE,
+    ServerOptions,
+    Servers,
+    ServerSetup,
+    check_nodes,
+    spread,
+)
 from hpcaccum.server.part import joined
 from hpcaccum.server.quorum import QuorumInbox
 from hpcaccum.server.server import ParameterServer, ServerState, check_first_step
@@ -41,6 +46,7 @@ __all__ = [
     "ParameterServer",
     "QuorumInbox",
     "ServerOptions",
+    "ServerSetup",
     "ServerState",
     "Servers",
     "check_first_step",

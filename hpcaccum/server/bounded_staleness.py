@@ -23,18 +23,17 @@ from hpcaccum.spans import traced
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hpcaccum.accumulator import Membership, Tally
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import Call
     from hpcaccum.server.update_queue import Factors
 
 
-class BoundedStalenessInbox:
+class BoundedStalenessInbox(UpdateQueue):
     """Admits gradients up to a lag; passes on each as one update. Collective.
 
-    An `UpdateQueue` has the order of the gradients. Each of them stays in a buffer on
-    the node of its rank until the root takes it.
+    The queue has the order of the gradients. Each of them stays in a buffer on the node
+    of its rank until the root takes it.
 
     A rank submits, then waits until its gradient is applied (`buffer`); only then may
     it write to its buffer again, and submit the next one. The root takes one gradient
@@ -70,23 +69,19 @@ class BoundedStalenessInbox:
         factors: Factors | None = None,
         what: str = "gradients",
     ) -> None:
-        self._group, self._size, self._dtype = group, size, np.dtype(dtype)
+        workers = group.size if workers is None else workers
+        super().__init__(group, root, max_lag, workers, what, factors)
+        self._group, self._count, self._dtype = group, size, np.dtype(dtype)
         self._what, submit = what, f"{what}: submit"
-        self._max_lag = max_lag
         with contextlib.ExitStack() as undo:
-            workers = group.size if workers is None else workers
-            self._queue = UpdateQueue(group, root, max_lag, workers, what, factors)
-            undo.callback(self._queue.words.free)
+            undo.callback(self.words.free)
             nbytes = size * self._dtype.itemsize
             self.parts = NodeParts(group, nbytes, what, takers=[root])
             undo.pop_all()
-        self.words, self.counters = self._queue.words, self._queue.counters
         # A view of mapped memory: a rank may use its buffer after `free`.
-        self._buffer = self._view(group.rank)
+        self._mine = Place(group.rank, 0)
+        self._buffer = self.parts.view(self._mine, size, self._dtype)
         self._pinned: Pinned | None = None
-        # On the root, by step: gradients that are not applied. Once the rank of one has
-        # the parameters, another one may get its place.
-        self._found: dict[int, Found] = {}
         # The step that the update of this rank's last gradient makes.
         self._submitted = 0
         # A call of an agent that has not answered.
@@ -98,41 +93,15 @@ class BoundedStalenessInbox:
             self._calls = Calls(group, root, self._admit, submit)
         self._remote = None if self.words.direct else self._calls
 
-    def _view(self, rank: int) -> Array:
-        return self.parts.view(Place(rank, 0), self._size, self._dtype)
-
-    def _contents(self) -> bytes | None:
-        """Return the contents of this rank's buffer if they may be sent at once."""
-        place = Place(self._group.rank, 0)
-        return self.parts.short(place, self._size, self._dtype)
-
-    @property
-    def membership(self) -> Membership:
-        """Which ranks have left."""
-        return self._queue.membership
-
-    @property
-    def window_bytes(self) -> int:
-        """Memory of this rank that holds gradients."""
-        return self.parts.nbytes_here
-
-    def start(self, step: int) -> None:
-        """Set the step of the first update; the root only, before any submission."""
-        self._queue.start(step)
-
     def buffer(self, known: int = 0) -> Array:
         """Return the memory for this rank's next gradient; always the same.
 
         Waits until the last one is applied, which a rank may not have waited for. If
-        ``known`` says so, it asks nobody; see `Inbox.buffer`.
+        this rank has the parameters of that step, ``known``, it asks nobody.
         """
         self._settle()
         Deadline(None, f"{self._what}: slot").wait(
-            lambda: (
-                known >= self._submitted
-                or self._queue.applied >= self._submitted
-                or None
-            ),
+            lambda: known >= self._submitted or self.applied >= self._submitted or None,
             lambda: (
                 f"update {self._submitted}, this rank's last, by rank {self.words.root}"
             ),
@@ -158,27 +127,21 @@ class BoundedStalenessInbox:
                 self.membership.lose(error)
             raise
 
-    def count_nonfinite(self) -> None:
-        """Count a gradient of this rank that is not finite, and was not submitted."""
-        self.counters.count_nonfinite(self._group.rank)
-
     @traced("admission", lambda _, receipt: receipt.shown())
     def _submit(self, local_step: int) -> Receipt:
         if self._remote is not None:
             # The answer may lead other ranks to what is in the buffer.
             self.words.sync()
-            self._unanswered = self._remote.begin(local_step, self._contents())
+            contents = self.parts.short(self._mine, self._count, self._dtype)
+            self._unanswered = self._remote.begin(local_step, contents)
             return self._answer()
-        receipt = self._admit(self._group.rank, local_step)
-        if receipt:
-            self._submitted = receipt.global_step + 1
-        return receipt
+        return self._note(self._admit(self._rank, local_step))
 
     def _admit(
         self, rank: int, local_step: int, contents: bytes | None = None
     ) -> Receipt:
         """Submit the gradient of this rank, or of one that waits for the answer."""
-        receipt, whose = self._queue.admit(rank, local_step), rank
+        receipt, whose = self.admit(rank, local_step), rank
         if receipt:
             # The place may be that of a later gradient.
             self.membership.check_counts(rank)
@@ -189,8 +152,8 @@ class BoundedStalenessInbox:
         self.counters.count(rank, receipt.accepted, receipt.lag)
         if receipt:
             # The store of the word orders it after all stores to the buffer.
-            self._queue.put(receipt, whose)
-        self._queue.end_intent(rank)
+            self.put(receipt, whose)
+        self.end_intent(rank)
         return receipt
 
     def _answer(self) -> Receipt:
@@ -198,6 +161,9 @@ class BoundedStalenessInbox:
         assert self._unanswered is not None
         receipt: Receipt = self._unanswered.result()
         self._unanswered = None
+        return self._note(receipt)
+
+    def _note(self, receipt: Receipt) -> Receipt:
         if receipt:
             self._submitted = receipt.global_step + 1
         return receipt
@@ -217,29 +183,31 @@ class BoundedStalenessInbox:
 
     @contextlib.contextmanager
     def next(self, step: int, deadline: Deadline) -> Iterator[Batch]:
-        """Wait for the gradient admitted at ``step``; the root only."""
+        """Wait for the gradient that makes step ``step + 1``; the root only.
+
+        Raises:
+            EverybodyLeftError: If all ranks have left and no gradient is left.
+        """
         yield self._batch(self._wait_for(step, deadline), step)
-        self._queue.note_applied(step + 1)
-        self._found.pop(step, None)
+        self.note_applied(step + 1)
 
     @traced("take", lambda args, _: {"step": args[1]})
     def _wait_for(self, step: int, deadline: Deadline) -> Found:
-        """Wait for the gradient admitted at a step."""
 
         def find() -> Found | None:
-            return self._find(step)
+            return self.find_final(step)
 
         def missing() -> str:
-            return f"update {step + 1}, {self._queue.source(step)}"
+            return f"update {step + 1}, {self.source(step)}"
 
         if self._calls is None:
             return deadline.wait(find, missing)
-        there = self._queue.may_find(step)
+        there = self.may_find(step)
         return self._calls.wait(find, there, deadline, missing, soon=True)
 
     def following(self, step: int) -> Batch | None:
         """Return the gradient admitted at ``step``; None if it has not arrived."""
-        found = self._look(step)
+        found = self.find(step)
         return None if found is None else self._batch(found, step)
 
     def _batch(self, found: Found, step: int) -> Batch:
@@ -250,40 +218,10 @@ class BoundedStalenessInbox:
         places = [] if is_lost else [Place(rank, 0)]
         return Batch(self.parts, places, self._dtype, 1, step, copied, factor)
 
-    def _look(self, step: int) -> Found | None:
-        """Return what was admitted, also when another one has the place."""
-        if step not in self._found:
-            if (found := self._queue.find(step)) is None:
-                return None
-            self._found[step] = found
-        return self._found[step]
-
-    def _find(self, step: int) -> Found | None:
-        """Return what was admitted at a step; None: nothing yet."""
-        found = self._look(step)
-        if found is None and self._queue.is_lost(step):
-            # It may have come since, which is final then.
-            return self._look(step) or (NOBODY, 1.0)
-        if found is None:
-            self._queue.check_comes(step)
-        return found
-
-    def awaited(self, step: int) -> str | None:
-        """Return which ranks a step waits for; None if its gradient has arrived."""
-        return self._queue.awaited(step)
-
-    def tally(self) -> Tally:
-        """Return the gradients accepted and dropped so far, of all ranks."""
-        return self.counters.tally()
-
     def leave(self) -> None:
         """Promise that this rank submits no more gradients."""
         self._settle()
         self.membership.leave()
-
-    def check_present(self) -> None:
-        """Raise InvalidArgumentError if this rank has left."""
-        self.membership.check_present("submit")
 
     def free(self) -> None:
         """Free the memory. Collective."""

@@ -19,19 +19,17 @@ from hpcaccum.server.double_buffer import step_of, version_of
 from hpcaccum.server.loop import UpdateLock
 from hpcaccum.server.node_update import NodeUpdate
 from hpcaccum.server.orders import Orders
-from hpcaccum.server.parameter_copies import Copier, SparseCopier
+from hpcaccum.server.parameter_copies import Copier
 from hpcaccum.server.part import Part, cut
 from hpcaccum.server.publisher import Publisher
 from hpcaccum.server.wire_format import WireFormat
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
     from hpcaccum.dtypes import Array
-    from hpcaccum.mpi import Group
-    from hpcaccum.server.inbox import MakeInbox
-    from hpcaccum.server.node_update import ElementwiseRule
+    from hpcaccum.server.options import ServerSetup
 
 # Updates of single gradients that several servers have at a time. Gradients of several
 # nodes use more links: on 4 nodes, those of 16 MiB took 0.65 of the time.
@@ -41,75 +39,59 @@ _AT_A_TIME = 4
 class Client(Freeable):
     """One rank's connection to the center; the base of `ParameterServer`. Collective.
 
-    Makes the memory through which gradients and parameters travel. For the arguments
-    see `ParameterServer`. A rank pushes and pulls from one thread at a time, but any
-    thread may `read`.
+    Makes the memory through which gradients and parameters travel. A rank pushes and
+    pulls from one thread at a time, but any thread may `read`.
 
     Attributes:
+        is_root: Whether this rank decides what makes each update.
+        is_server: Whether this rank holds the center, or a part of it.
+        in_parts: Whether several servers hold parts of the center.
         waited: Seconds that this rank has waited in `push` and `pull`.
         rounds: Whether what is sent to other nodes is rounded.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        initial: Mapping[str, Array],
-        make_inbox: MakeInbox,
-        servers: Sequence[int],
-        what: str,
-        *,
-        rule: ElementwiseRule | None,
-        elementwise: bool,
-        capacities: Mapping[str, int],
-        wire_dtype: str | None = None,
-    ) -> None:
-        self._group, self._what = group, what
-        self._servers, self._root = servers, servers[0]
-        wire = self._wire = WireFormat.of(initial, capacities)
+    def __init__(self, setup: ServerSetup) -> None:
+        self._setup, self._group, self._what = setup, setup.group, setup.what
+        self._servers = servers = setup.options.ranks
+        self._root, self.in_parts = servers[0], len(servers) > 1
+        self.is_root = setup.group.rank == self._root
+        self.is_server = setup.group.rank in servers
+        wire = self._wire = WireFormat.of(setup.initial, setup.capacities)
         # A short vector is part of another message.
-        nbytes = wire.size * wire.gradients.dtype.itemsize
-        whole = wire_dtype is None or is_short(nbytes)
-        narrow = None if whole else np.dtype(wire_dtype)
+        nbytes, narrow = wire.size * wire.gradients.dtype.itemsize, None
+        if setup.options.wire_dtype is not None and not is_short(nbytes):
+            narrow = np.dtype(setup.options.wire_dtype)
+        self.rounds = narrow is not None
         with contextlib.ExitStack() as undo:
-            self._inbox = make_inbox(wire.size, wire.gradients.dtype, wire.rows)
+            self._inbox = setup.make_inbox(wire.size, wire.gradients.dtype, wire.rows)
             undo.callback(self._inbox.free)
-            self.rounds = narrow is not None
             if narrow is not None:
                 dtype, end = wire.gradients.dtype, wire.present.start
                 self._inbox.parts.narrowing = Narrowing(dtype, narrow, end)
-            self._copier = (
-                SparseCopier(group, self._root, wire)
-                if wire.rows
-                else Copier(wire, narrow)
-            )
+            self._copier = Copier(wire, setup.group, self._root, narrow)
             undo.callback(self._copier.free)
             # A single server has all, also what is not an element of a variable.
             slices, parts = [slice(0, self._copier.size)], list[Part]()
-            if len(servers) > 1:
-                slices = cut(wire.parameters, len(servers), elementwise=elementwise)
-                parts = [Part(wire, each, elementwise=elementwise) for each in slices]
-            self._publisher = Publisher(group, servers, slices, self._copier, what)
+            if self.in_parts:
+                freely = setup.elementwise
+                slices = cut(wire.parameters, len(servers), elementwise=freely)
+                parts = [Part(wire, each, elementwise=freely) for each in slices]
+            self._publisher = Publisher(
+                setup.group, servers, slices, self._copier, setup.what
+            )
             undo.callback(self._publisher.free)
             self._orders: Orders | None = None
             if parts:
                 # Each needs another part.
                 self._inbox.parts.sends_short = False
-                self._orders = Orders(
-                    group,
-                    servers,
-                    wire,
-                    initial,
-                    parts,
-                    self._inbox.parts,
-                    self._publisher,
-                    what,
-                    most=1 if self._inbox.adds else _AT_A_TIME,
-                )
+                most = 1 if self._inbox.adds else _AT_A_TIME
+                gradients, publisher = self._inbox.parts, self._publisher
+                self._orders = Orders(setup, wire, parts, gradients, publisher, most)
                 undo.callback(self._orders.free)
-            self._node_update = self._make_node_update(rule)
+            self._node_update = self._make_node_update()
             undo.pop_all()
         # Held by the updates of this rank, if it makes any.
-        self._update_lock = UpdateLock(what)
+        self._update_lock = UpdateLock(setup.what)
         # This rank's buffer from the first request to the push, and all views of it
         # that `gradient_arrays` has returned.
         self._lent: Array | None = None
@@ -130,21 +112,15 @@ class Client(Freeable):
         made = *parts_made, self._publisher, self._copier
         self._to_free = [each.free for each in made if each is not None]
 
-    def _make_node_update(self, rule: ElementwiseRule | None) -> NodeUpdate | None:
+    def _make_node_update(self) -> NodeUpdate | None:
         """Return how ranks share the work of updates, None if they cannot."""
-        layout = self._wire.parameters
+        layout, rule = self._wire.parameters, self._setup.rule
         alike = all(dtype == layout.dtype for dtype in self._wire.dtypes.values())
         one_vector = alike and not self._wire.rows
         if rule is None or not self._group.single_node or not one_vector:
             return None
-        return NodeUpdate(
-            self._group,
-            self._root,
-            rule,
-            layout,
-            self._inbox.parts,
-            self._publisher.copies,
-        )
+        parts, copies = self._inbox.parts, self._publisher.copies
+        return NodeUpdate(self._group, self._root, rule, layout, parts, copies)
 
     def _describe(self) -> str:
         return self._what
@@ -350,17 +326,6 @@ class Client(Freeable):
             buffer.settle()
 
         return copy
-
-    @property
-    def window_bytes(self) -> int:
-        """Memory of this rank that holds gradients and parameters for others."""
-        nbytes = self._inbox.window_bytes + self._publisher.window_bytes
-        nbytes += self._copier.nbytes_here
-        if self._orders is not None:
-            nbytes += self._orders.window_bytes
-        if self._node_update is not None and self._group.rank == self._root:
-            nbytes += self._node_update.window_bytes
-        return nbytes
 
     def _free(self) -> None:
         self._lent = None

@@ -54,11 +54,10 @@ class DoubleBuffer:
     def __init__(self, group: Group, root: int, size: int, dtype: Any) -> None:
         self.size, self.dtype = size, np.dtype(dtype)
         self._stride = -(-size * self.dtype.itemsize // 64) * 64
-        self._is_root = group.rank == root
         with contextlib.ExitStack() as undo:
             self._words = AtomicWords(group, root, 3)
             undo.callback(self._words.free)
-            if self._is_root:
+            if group.rank == root:
                 # No rank has the memory before all are here.
                 self._words.write(_NEWEST, -2)
             nbytes = max(1, 2 * self._stride)
@@ -70,11 +69,6 @@ class DoubleBuffer:
         """Pin the memory that `read` passes on."""
         if self._pinned is None:
             self._pinned = Pinned(self._memory)
-
-    @property
-    def window_bytes(self) -> int:
-        """Memory of this rank that holds the copies."""
-        return self._memory.size if self._is_root else 0
 
     def version(self) -> int:
         """Return the step of the newest complete copy; -1 if there is none."""

@@ -5,40 +5,26 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import BrokenObjectError, EverybodyLeftError
 from hpcaccum.mpi import or_abort
 from hpcaccum.nodes import LostNodeError
-from hpcaccum.rows import IndexedSlices
 from hpcaccum.server.double_buffer import version_of
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from contextlib import AbstractContextManager
 
     from hpcaccum.dtypes import Array
+    from hpcaccum.server.inbox import Inbox
     from hpcaccum.server.node_update import NodeUpdate
+    from hpcaccum.server.orders import Orders
     from hpcaccum.server.part import Center
     from hpcaccum.server.publisher import Publisher
 
     Update = Callable[[dict[str, Any], float | None], object]
-
-
-class Source(Protocol):
-    """Where a loop gets gradients from: an `Inbox`, or `Orders`. See `Inbox`."""
-
-    adds: bool
-
-    def next(self, step: int, deadline: Deadline) -> AbstractContextManager[Any]:
-        """Wait for the gradients that make step ``step + 1``."""
-
-    def awaited(self, step: int) -> str | None:
-        """Return what the update of a step lacks; None if only this rank's work."""
 
 
 class Loop:
@@ -59,7 +45,7 @@ class Loop:
     # The step that the center has.
     _step = -1
 
-    def __init__(self, inbox: Source, lock: UpdateLock, what: str) -> None:
+    def __init__(self, inbox: Inbox | Orders, lock: UpdateLock, what: str) -> None:
         self._inbox, self._lock, self._what = inbox, lock, what
 
     def run(self) -> None:
@@ -105,15 +91,16 @@ class Loop:
         Raises:
             WaitTimeoutError: If its last updates take too long.
         """
-        if self._thread is not None:
-            deadline.join(self._thread, self._unfinished)
 
-    def _unfinished(self) -> str:
-        lacks = self._inbox.awaited(self._step) or "the update itself"
-        return (
-            f"the last updates of this rank, at step {self._step}, which waits for "
-            f"{lacks}"
-        )
+        def missing() -> str:
+            lacks, step = self._inbox.awaited(self._step), self._step
+            return (
+                f"the last updates of this rank, at step {step}, which waits for "
+                f"{lacks or 'the update itself'}"
+            )
+
+        if self._thread is not None:
+            deadline.join(self._thread, missing)
 
     def come_back(self) -> None:
         """Let `run`, which has ended, serve again."""
@@ -127,6 +114,7 @@ class UpdateLoop(Loop):
     help to update it.
 
     Attributes:
+        center: What this rank has of it.
         update: Changes the center. Gets gradients by name, arrays or `IndexedSlices`;
             and a learning rate, or None for the optimizer's own.
     """
@@ -135,63 +123,47 @@ class UpdateLoop(Loop):
 
     def __init__(
         self,
-        inbox: Source,
+        inbox: Inbox | Orders,
         lock: UpdateLock,
         what: str,
-        part: Center,
+        center: Center,
         publisher: Publisher,
         node_update: NodeUpdate | None = None,
     ) -> None:
         super().__init__(inbox, lock, what)
-        self._part, self._publisher, self._node_update = part, publisher, node_update
+        self.center, self._publisher, self._node_update = center, publisher, node_update
         self._kept: Mapping[str, Array] = {}
-        # By variable: memory for a gradient times its factor.
-        self._room: dict[str, Array] = {}
 
     def set_step(self, step: int) -> None:
         """Publish the center as that of a step, before any rank pushes or pulls."""
         self._step = step
         self._publish(version_of(step))
         # The other copy too, so that no update of rows has to copy whole tables.
-        self._part.write(self._publisher.begin(version_of(step)))
+        self.center.write(self._publisher.own.begin(version_of(step)))
 
     def _publish(self, version: int) -> None:
-        self._part.write(self._publisher.begin(version))
+        self.center.write(self._publisher.own.begin(version))
         self._publisher.complete(version)
 
     @traced("update", lambda args, _: {"step": args[1].step + 1})
     def _make(self, batch: Any, deadline: Deadline) -> None:
         version = version_of(batch.step + 1)
         with self._lock.updating():
-            flat = self._publisher.begin(version)
+            flat = self._publisher.own.begin(version)
             if not self._update_together(batch, flat):
-                grads = self._part.read(batch, deadline)
-                if grads:
+                if grads := self.center.read(batch, deadline):
                     self._broken = True
-                    self._part.note(grads)
-                    if batch.factor != 1:
-                        grads = {n: self._scaled(n, grads[n], batch) for n in grads}
-                    self.update(grads, self._part.rate(batch))
-                self._part.write(flat)
+                    self.center.note(grads)
+                    self.update(grads, self.center.rate(batch))
+                self.center.write(flat)
             # A rank that gave one of several gradients waits for their update.
             waiting = [place.rank for place in batch.places] if self._inbox.adds else []
             self._publisher.complete(version, waiting)
             self._step = batch.step + 1
 
-    def _scaled(self, name: str, grad: Any, batch: Any) -> Any:
-        """Return a gradient times its factor; its rank may still read it."""
-        if isinstance(grad, IndexedSlices):
-            values = grad.values * grad.values.dtype.type(batch.factor)
-            return IndexedSlices(values, grad.indices, grad.dense_shape)
-        if name not in self._room:
-            self._room[name] = np.empty_like(grad)
-        factor = grad.dtype.type(batch.factor)
-        with np.errstate(all="ignore"):
-            return np.multiply(grad, factor, out=self._room[name])
-
     def _update_together(self, batch: Any, flat: Array) -> bool:
         """Update the center and write it to a vector, if all ranks can help."""
-        if self._node_update is None or not self._part.is_complete(batch):
+        if self._node_update is None or not self.center.is_complete(batch):
             return False
         self._broken = True
         # All gradients are here: only ranks that work on it are waited for.
@@ -204,7 +176,7 @@ class UpdateLoop(Loop):
 
     def assign(self, version: int) -> None:
         """Set the center to what was kept, and publish it as a version."""
-        self._part.assign(self._kept)
+        self.center.assign(self._kept)
         self._kept = {}
         self._publish(version)
 
@@ -247,12 +219,17 @@ class UpdateLock:
 
     @contextlib.contextmanager
     def reading(self, deadline: Deadline) -> Iterator[None]:
-        """Hold the lock between two updates."""
+        """Hold the lock between two updates, before the next one."""
         again = self.is_read_by_this_thread()
         # Without the gate if this thread holds the lock: another reader may hold the
         # gate while it waits for this one.
         if not self._lock.acquire(blocking=False):
-            self._acquire_next(deadline)
+            missing = "a read by another thread of this rank to end"
+            deadline.acquire(self._gate, lambda: missing)
+            try:
+                deadline.acquire(self._lock, lambda: "an update of this rank to end")
+            finally:
+                self._gate.release()
         try:
             self._reader = threading.get_ident()
             yield
@@ -260,15 +237,6 @@ class UpdateLock:
             if not again:
                 self._reader = None
             self._lock.release()
-
-    def _acquire_next(self, deadline: Deadline) -> None:
-        """Acquire the lock before the next update."""
-        missing = "a read by another thread of this rank to end"
-        deadline.acquire(self._gate, lambda: missing)
-        try:
-            deadline.acquire(self._lock, lambda: "an update of this rank to end")
-        finally:
-            self._gate.release()
 
     def is_read_by_this_thread(self) -> bool:
         """Whether this thread prevents updates."""

@@ -15,20 +15,14 @@ the root can make the pieces of that rank again, from the chunk where it was.
 from __future__ import annotations
 
 import contextlib
+import math
+import pickle
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from hpcaccum.accumulator import Batch
-from hpcaccum.mpi import (
-    MPI,
-    AtomicWords,
-    bits,
-    memory_of_rank,
-    number_of,
-    or_abort,
-)
-from hpcaccum.nodes import Place
+from hpcaccum.mpi import MPI, AtomicWords, memory_of_rank, or_abort
 from hpcaccum.spans import traced
 from hpcaccum.summation import add_at_once
 from hpcaccum.worker_threads import run_elsewhere
@@ -52,13 +46,11 @@ _CHUNK = 1 << 15
 _SHARES, _LEAST, _MOST = 4, 1 << 15, 1 << 19
 # Elements for which a rank wakes another thread.
 _THREAD = 1 << 18
-# Words: the next piece to work on, and how many are complete; then the update: three
-# counts; as bits the divisor, the factor of the mean, the numbers of the rule and the
-# factors of the gradients; and the places of these. Others follow: of each piece, who
-# works on which chunk; of each worker, whether it works.
+# Words: the next piece to work on, and how many are complete; then the update, pickled,
+# at most so many words, and for each rank. Others follow: of each piece, who works on
+# which chunk; of each worker, whether it works.
 _NEXT, _DONE, _UPDATE = 0, 8, 16
-_NUMBERS = 4
-_FIXED = 5 + _NUMBERS
+_FIXED, _FOR_RANK = 32, 16
 # The word of the next piece: the number of the update, which begins again at 0 after so
 # many, and the piece.
 _NUMBERED, _BITS = 1 << 31, 32
@@ -143,7 +135,8 @@ class NodeUpdate:
         self._pieces = max(1, -(-layout.size // self._piece))
         with contextlib.ExitStack() as undo:
             workers = group.size * self._threads
-            self._places = _UPDATE + _FIXED + 3 * group.size
+            self._room = _FIXED + _FOR_RANK * group.size
+            self._places = _UPDATE + self._room
             self._busy = -(-(self._places + self._pieces) // _APART) * _APART
             self._words = AtomicWords(group, root, self._busy + _APART * workers)
             undo.callback(self._words.free)
@@ -161,21 +154,18 @@ class NodeUpdate:
 
     def _allocate(self, group: Group, root: int) -> Array:
         """Return memory of the node: a vector for the center, and one for each slot."""
-        memory = memory_of_rank(group, root, self.window_bytes).view(self._layout.dtype)
-        size, slots = self._layout.size, len(self._rule.slots)
+        size, slots, dtype = (
+            self._layout.size,
+            len(self._rule.slots),
+            self._layout.dtype,
+        )
+        # Two chunks of each worker: while it saves one, the one before must stay.
+        shape = group.size * self._threads, 2, slots, min(_CHUNK, self._piece)
+        count = (1 + slots) * size + math.prod(shape)
+        memory = memory_of_rank(group, root, count * dtype.itemsize).view(dtype)
         vectors, saved = np.split(memory, [(1 + slots) * size])
-        # Two of each worker: while it saves one chunk, the one before must stay.
-        workers = group.size * self._threads
-        self._saved = saved.reshape(workers, 2, slots, min(_CHUNK, self._piece))
+        self._saved = saved.reshape(shape)
         return vectors.reshape(1 + slots, size)
-
-    @property
-    def window_bytes(self) -> int:
-        """Memory of the root: the center, the slots, and room to save their chunks."""
-        slots, workers = len(self._rule.slots), self._ranks * self._threads
-        room = workers * 2 * slots * min(_CHUNK, self._piece)
-        nbytes = room * self._layout.dtype.itemsize
-        return (1 + slots) * self._layout.nbytes + nbytes
 
     @property
     def center(self) -> dict[str, Array]:
@@ -245,11 +235,11 @@ class NodeUpdate:
         self._work_on(self._chunks(piece)[begun:], update)
 
     def _announce(self, batch: Batch, numbers: Sequence[float]) -> None:
-        padded = [*numbers, *[0.0] * (_NUMBERS - len(numbers))]
-        head = [self._copies.writing, len(batch.places), len(numbers)]
-        places = [number for place in batch.places for number in place[:2]]
-        floats = [batch.divisor, batch.factor, *padded, *batch.factors]
-        self._words.store(_UPDATE, [*head, *map(bits, floats), *places])
+        mean = [*batch.places], batch.divisor, batch.factor
+        data = pickle.dumps((self._copies.writing, mean, [*map(float, numbers)]))
+        words = memoryview(data.ljust(-(-len(data) // 8) * 8)).cast("q")
+        assert len(words) <= self._room
+        self._words.store(_UPDATE, words)
         self._words.store(_DONE, [0])
         # Last: from now on other ranks take pieces. No store, as they change the word
         # also while they find that none are left.
@@ -257,13 +247,8 @@ class NodeUpdate:
         self._words.exchange(_NEXT, number << _BITS)
 
     def _announced(self) -> _Update:
-        words = self._words.read_range(_UPDATE, _FIXED + 3 * self._ranks)
-        (copy, count, used), words = words[:3], words[3:]
-        begins = 2 + _NUMBERS + count
-        divisor, factor, *floats = map(number_of, words[:begins])
-        numbers, factors = floats[:used], floats[_NUMBERS:]
-        ends = words[begins : begins + 2 * count]
-        places = [*map(Place, ends[::2], ends[1::2], factors)]
+        words = np.array(self._words.read_range(_UPDATE, self._room), np.int64)
+        copy, (places, divisor, factor), numbers = pickle.loads(words.data)
         dtype = self._layout.dtype
         batch = Batch(self._parts, places, dtype, divisor, factor=factor)
         gradients = batch.views(self._layout.size)
@@ -288,7 +273,6 @@ class NodeUpdate:
 
     @traced("update")
     def _work(self) -> None:
-        """Work on pieces until none are left."""
         number, update, worker = -1, None, self._workers.pop()
         busy = self._busy + _APART * worker
         # Before it takes a piece, so that the root knows who may have one.

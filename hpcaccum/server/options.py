@@ -1,8 +1,8 @@
-"""Which ranks hold the center, and the options that say so."""
+"""What a server is made of: which ranks hold the center, and other options."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,7 +13,11 @@ from hpcaccum.mpi import MPI
 if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
 
+    from hpcaccum.accumulator import Tally
+    from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
+    from hpcaccum.server.inbox import MakeInbox
+    from hpcaccum.server.node_update import ElementwiseRule
 
 # What `servers=` accepts.
 Servers = Literal["auto"] | int | Sequence[int] | None
@@ -59,6 +63,43 @@ class ServerOptions:
         }
 
 
+@dataclass(frozen=True)
+class ServerSetup:
+    """What a `ParameterServer` is made of; on all ranks the same, but for values.
+
+    Attributes:
+        group: The ranks.
+        initial: Name to array, the same names and shapes on all ranks; the center
+            starts with the root's.
+        make_inbox: Makes the inbox, given the size and the dtype of a flat gradient,
+            and the places of rows in it.
+        options: Of the optimizer, with the ranks that hold parts of the center and
+            update them, each on another node. The first, the root, decides what makes
+            each update. Dedicated servers must call `serve`.
+        what: Name for messages.
+        rule: Makes the updates of all variables if they are alike; equal on all ranks.
+        finish: Called by `free` on every rank, after the last update, while pulls are
+            still possible.
+        elementwise: Whether a part of the center may begin within a variable.
+        capacities: Name of each sparse variable to the maximum number of rows of the
+            gradients of a rank in one update. There is one server then.
+        step, tally: Where an earlier server ended (`ServerState`), to continue from it;
+            the same on all ranks.
+    """
+
+    group: Group
+    initial: Mapping[str, Array]
+    make_inbox: MakeInbox
+    options: ServerOptions
+    what: str
+    rule: ElementwiseRule | None
+    finish: Callable[[], None]
+    elementwise: bool
+    capacities: Mapping[str, int]
+    step: int = 0
+    tally: Tally | None = None
+
+
 def _server_ranks(
     servers: Any, host: Any, size: int, dedicated: bool
 ) -> tuple[int, tuple[int, ...] | None]:
@@ -101,15 +142,12 @@ def check_nodes(servers: Sequence[int] | None, group: Group) -> None:
         return
     for ranks in group.nodes:
         if len(shared := [rank for rank in servers if rank in ranks]) > 1:
+            # Collective; all ranks find the same pair.
+            names = group.allgather(MPI.Get_processor_name(), "servers")
             raise InvalidArgumentError(
                 f"servers must be on different nodes: ranks {shared[0]} and "
-                f"{shared[1]} share node {_name(group, shared[0])}"
+                f"{shared[1]} share node {names[shared[0]]}"
             )
-
-
-def _name(group: Group, rank: int) -> str:
-    # Collective; all ranks find the same pair.
-    return group.allgather(MPI.Get_processor_name(), "servers")[rank]
 
 
 def spread(host: int, group: Group, nbytes: int, *, divisible: bool) -> tuple[int, ...]:

@@ -6,17 +6,16 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum.deadline import Deadline
-from hpcaccum.mpi import bits
 from hpcaccum.server.double_buffer import step_of, version_of
 from hpcaccum.server.loop import Loop
 from hpcaccum.server.orders import END
+from hpcaccum.server.part import Order
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from hpcaccum.accumulator import Batch
-    from hpcaccum.nodes import Place
     from hpcaccum.server.inbox import Inbox
     from hpcaccum.server.loop import UpdateLock, UpdateLoop
     from hpcaccum.server.orders import Orders
@@ -69,25 +68,16 @@ class OrderLoop(Loop):
             self._step = batch.step + 1
 
     def _order_next(self, batch: Batch) -> None:
-        """Order the step of a batch of gradients."""
-        rate = self.rate()
-        numbers = bits(math.nan if rate is None else rate), bits(batch.factor)
         version, places = version_of(batch.step + 1), list(batch.places)
+        order = Order(version, places, batch.divisor, batch.factor, self.rate())
         # A rank that gave one of several gradients waits for their update.
-        self._order(version, places, batch.divisor, numbers, self._inbox.adds)
+        self._give(order, self._inbox.adds)
         self._ordered = batch.step + 1
 
-    def _order(
-        self,
-        version: int,
-        places: Sequence[Place],
-        divisor: float,
-        numbers: tuple[int, int],
-        awaited: bool,
-    ) -> None:
+    def _give(self, order: Order, awaited: bool) -> None:
         # Before any rank can have this version, `newest_version` must return it.
-        self._publisher.announce(version)
-        self._orders.request("order", version, places, divisor, numbers, awaited)
+        self._publisher.announce(order.version)
+        self._orders.request("order", order, awaited)
 
     def _order_ahead(self) -> None:
         """Order the next steps if their gradients are there, while there is memory."""
@@ -127,12 +117,12 @@ class OrderLoop(Loop):
         if self._last_answers is not None:
             return self._last_answers
         deadline = Deadline(None, f"{self._what}: servers")
-        return self._orders.questions.ask(question, deadline)
+        return self._orders.ask(question, deadline)
 
     def assign(self, deadline: Deadline) -> int:
         """Order all servers to assign what they kept; return its version."""
         version = self._publisher.newest_version() + 1
-        self._order(version, [], 1, (0, 0), False)
+        self._give(Order(version), False)
         if self._thread is not None:
             self._wait_for_servers(version, deadline)
         # Dedicated servers do it when they serve again.
@@ -152,7 +142,7 @@ class OrderLoop(Loop):
         # Another thread of this rank may ask, too.
         with self._lock.updating():
             if self._last_answers is None:
-                answers = self._orders.questions.ask(None, deadline)
+                answers = self._orders.ask(None, deadline)
                 self._orders.request("all_obey", END)
                 self._last_answers = answers
 

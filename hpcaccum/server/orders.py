@@ -14,8 +14,7 @@ travel at the same time.
 from __future__ import annotations
 
 import contextlib
-import functools
-import math
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,11 +22,16 @@ import numpy as np
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import to_host
 from hpcaccum.errors import EverybodyLeftError
-from hpcaccum.mpi import AtomicWords, complete, memory_of_rank, number_of
+from hpcaccum.mpi import (
+    AtomicWords,
+    begun,
+    complete,
+    is_complete,
+    memory_of_rank,
+    receive,
+)
 from hpcaccum.nodes import Agent, Service
-from hpcaccum.server.double_buffer import step_of, version_of
-from hpcaccum.server.part import Order, OwnPart
-from hpcaccum.server.questions import Questions
+from hpcaccum.server.part import OwnPart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,34 +39,31 @@ if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import NodeParts, Place, Steps
-    from hpcaccum.server.part import Part
+    from hpcaccum.server.options import ServerSetup
+    from hpcaccum.server.part import Order, Part
     from hpcaccum.server.publisher import Publisher
     from hpcaccum.server.wire_format import WireFormat
 
-# Words of a node with a server: the number of its newest order, of the last that it has
-# carried out, what it asks for, two numbers that belong to that, the version that it
-# makes, and which gradients.
-ORDER, DONE, KIND, DETAIL, FACTOR, VERSION, BUFFER, WORDS = range(8)
-# What an order asks a server for: an update, with a learning rate and the factor of the
-# gradients as bits; an answer, with the number of the question; to take the values that
-# were assigned.
-UPDATE, NO_UPDATE, ANSWER, END, ASSIGN = range(5)
-# Channels of messages: gradients, first parameters, questions to servers, answers.
-GRADIENTS, PARAMETERS, QUESTIONS, ANSWERS = range(4)
+# Words of a node with a server: how many orders its agent has given it, and how many of
+# them it has carried out. An order is a message of the agent.
+_GIVEN, _DONE = range(2)
+# What an order asks a server for: an update; an answer, with the number of the question
+# and the question; to take the values that were assigned, as a version.
+UPDATE, ANSWER, END, ASSIGN = range(4)
+# Channels of messages: gradients, orders to servers, answers, what servers begin with.
+_GRADIENTS, _ORDERS, _ANSWERS, _START = range(4)
 
 
 class Orders(Service):
     """Where the loop of each of several servers gets its updates. Collective.
 
-    They begin with the ``initial`` arrays of the root, and add ``gradients`` of all
-    ranks. At most ``most`` steps may be ordered and not made. For the other arguments
-    see `ParameterServer`.
+    Servers begin with parts of the root's arrays, and add ``gradients`` of all ranks.
+    At most ``most`` steps may be ordered and not made.
 
     Attributes:
         own: The part of this rank, if it is a server.
         buffers: The most steps that may be ordered and not yet made. A server has
             memory for the gradients of each, but in all for no more than a whole one.
-        questions: Of the root to the servers.
         answer: Called with a question of the root; returns the answer.
         assign: Called with a version that has the values which were kept.
     """
@@ -71,177 +72,158 @@ class Orders(Service):
 
     def __init__(
         self,
-        group: Group,
-        servers: Sequence[int],
+        setup: ServerSetup,
         wire: WireFormat,
-        initial: Mapping[str, Array],
         parts: Sequence[Part],
         gradients: NodeParts,
         publisher: Publisher,
-        what: str,
-        *,
         most: int,
     ) -> None:
-        self._servers, self._parts, self._what = servers, parts, what
-        self._names, self.publisher = list(wire.parameters), publisher
+        group, servers = setup.group, setup.options.ranks
+        self._servers, self._parts, self._what = servers, parts, setup.what
         longest = max(each.part.stop - each.part.start for each in parts)
         self.buffers = min(most, max(1, round(wire.parameters.size / max(1, longest))))
         self.answer: Callable[[Any], Any] = lambda _: None
         self.assign: Callable[[int], object] = lambda _: None
-        # On a server: the last order that was carried out, and whether it ended all.
+        # On the root, by number: the answers to questions that wait for some, by rank.
+        # A signal handler may add a question.
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, dict[int, Any]] = {}
+        # On a server: how many orders were carried out, the one that is not yet, and
+        # whether one has ended all; answers on their way.
         self._done, self._ended = 0, False
+        self._order: tuple[Any, ...] | None = None
+        self._sent: list[Any] = []
         # What agents use: queues to and from each node, so that gradients of two steps
-        # do not mix; the number of the last order that the server of this node has got,
-        # and the versions whose gradients it has.
-        assert publisher.agent is not None
-        self._parameters, self._nodes = publisher.agent, publisher.nodes
+        # do not mix; how many orders the server of this node has got, and the versions
+        # whose gradients it has.
+        self.publisher, self._nodes = publisher, publisher.nodes
         self._gradients = gradients
         self._giving, self._collecting = self.queues(), self.queues()
         self._given = 0
         self._collected: set[int] = set()
         with contextlib.ExitStack() as undo:
-            self._words = AtomicWords(group.inside, 0, WORDS)
+            self._words = AtomicWords(group.inside, 0, 2)
             undo.callback(self._words.free)
             # For gradients of the server of this node, if it has one, shape (buffers,
             # elements). Those of a step have the place of its number modulo `buffers`.
             self._memory = self._allocate(group, publisher.copies.dtype)
             Agent.of(group).add(self)
             undo.pop_all()
-        tags = self.tag(QUESTIONS), self.tag(ANSWERS)
-        ask = functools.partial(self.request, "all_obey", ANSWER)
-        self.questions = Questions(self.agent.comm, servers, tags, ask)
+        initial = setup.initial.items() if group.rank == servers[0] else ()
+        first = self.divide({name: {"": to_host(array)} for name, array in initial})
         self.own: OwnPart | None = None
-        first = self._scatter(wire, initial)
-        if first is not None:
-            assert self._memory is not None
-            assert publisher.own is not None
+        if group.rank in servers:
             part = parts[servers.index(group.rank)]
-            self.own = OwnPart(part, publisher.own, self._memory, first)
+            values = {name: each[""] for name, each in first.items()}
+            self.own = OwnPart(part, publisher.own, self._memory, values)
         # No order comes before its server is there.
-        group.allgather(None, f"{what}: servers")
+        group.allgather(None, f"{setup.what}: servers")
 
-    def _allocate(self, group: Group, dtype: Any) -> Array | None:
+    def _allocate(self, group: Group, dtype: Any) -> Array:
         """Make the memory for gradients of the server of this node, if it has one."""
-        number, self.window_bytes = self.publisher.number, 0
-        if number is None:
-            return None
-        server = self._servers[number]
+        number = self.publisher.server_here
+        if number < 0:
+            return np.empty((0, 0), dtype)
         size = sum(each.stop - each.start for each in self._parts[number].ranges)
         nbytes = self.buffers * size * dtype.itemsize
-        if server == group.rank:
-            self.window_bytes = nbytes
-        rank = group.node_ranks.index(server)
+        rank = group.node_ranks.index(self._servers[number])
         memory: Array = memory_of_rank(group.inside, rank, nbytes).view(dtype)
         return memory.reshape(self.buffers, size)
 
-    def _scatter(self, wire: WireFormat, initial: Mapping[str, Array]) -> Array | None:
-        """Send each server its part of the root's parameters; return it. Collective."""
-        comm, tag = self.agent.comm, self.tag(PARAMETERS)
-        begun, mine = [], None
-        dtype = wire.parameters.dtype
-        if comm.rank == self._servers[0]:
-            flat = np.empty(wire.parameters.size, dtype)
-            arrays = {name: to_host(array) for name, array in initial.items()}
-            wire.write_parameters(arrays, flat)
-            for rank, each in zip(self._servers, self._parts, strict=True):
-                begun.append(comm.Isend(flat[each.part], rank, tag))
-        if comm.rank in self._servers:
-            part = self._parts[self._servers.index(comm.rank)].part
-            mine = np.empty(part.stop - part.start, dtype)
-            begun.append(comm.Irecv(mine, self._servers[0], tag))
-        complete(begun, self._start, self._starting)
-        return mine
-
     def divide(
         self, arrays: Mapping[str, Mapping[str, Any]]
-    ) -> dict[str, dict[str, Any]] | None:
-        """Send each server its part of arrays of the root; return it. Collective."""
-        # There are no questions yet; parameters may be on their way.
-        comm, tag = self.agent.comm, self.tag(QUESTIONS)
-        mine: list[Any] = []
+    ) -> dict[str, dict[str, Any]]:
+        """Send each server its part of arrays of the root; return it. Collective.
+
+        It is by name of the variable, and empty if this rank is no server.
+        """
+        comm, tag, root = self.agent.comm, self.tag(_START), self._servers[0]
+        start = Deadline(None, f"{self._what}: start of servers")
+        mine: dict[str, dict[str, Any]] = {}
+
+        def starting() -> str:
+            return f"host rank {root} and the servers"
 
         def exchange() -> Iterator[Any]:
             """Yield the requests of the root, and receive what a server gets."""
-            if comm.rank == self._servers[0]:
-                for rank, each in zip(self._servers, self._parts, strict=True):
-                    for name in self._names:
-                        yield comm.isend(each.pieces(name, arrays[name]), rank, tag)
+            if comm.rank == root:
+                for rank, part in zip(self._servers, self._parts, strict=True):
+                    for name in part.within:
+                        yield comm.isend(part.pieces(name, arrays[name]), rank, tag)
             if comm.rank in self._servers:
-                for _ in self._names:
-                    found = self._start.wait(
-                        lambda: comm.improbe(self._servers[0], tag), self._starting
-                    )
-                    mine.append(found.recv())
+                for name in self._parts[self._servers.index(comm.rank)].within:
+                    found = start.wait(lambda: comm.improbe(root, tag), starting)
+                    mine[name] = found.recv()
 
-        complete(exchange(), self._start, self._starting)
-        if self.own is None:
-            return None
-        names = self.own.arrays
-        return {n: m for n, m in zip(self._names, mine, strict=True) if n in names}
-
-    @property
-    def _start(self) -> Deadline:
-        return Deadline(None, f"{self._what}: start of servers")
-
-    def _starting(self) -> str:
-        return f"host rank {self._servers[0]} and the servers"
+        complete(exchange(), start, starting)
+        return mine
 
     def request(self, kind: str, *request: Any) -> None:
         """Send a request to the agent of this node."""
         self.tell([self.agent.node], kind, *request)
 
+    # The root
+
+    def ask(self, question: Any, deadline: Deadline) -> list[Any]:
+        """Ask all servers between two updates; return their answers."""
+        number = next(self._numbers)
+        self._answers[number] = {}
+        try:
+            self.request("all_obey", ANSWER, number, question)
+            return [self._wait_for(rank, number, deadline) for rank in self._servers]
+        finally:
+            del self._answers[number]
+
+    def _wait_for(self, rank: int, number: int, deadline: Deadline) -> Any:
+        answers = self._answers[number]
+
+        def look() -> bool | None:
+            message = self.agent.comm.improbe(rank, self.tag(_ANSWERS))
+            if message is not None:
+                answered, answer = message.recv()
+                # Not if it was given up.
+                if answered in self._answers:
+                    self._answers[answered][rank] = answer
+            return rank in answers or None
+
+        deadline.wait(look, lambda: f"the answer of server rank {rank}")
+        return answers[rank]
+
     # On the root's node
 
     def _do_begin(self, version: int) -> None:
         """Have the first version sent to the nodes that have asked for it."""
-        self._parameters.send_promised(self._parameters.promise(version))
+        self.publisher.send_promised(self.publisher.promise(version))
 
-    def _do_order(
-        self,
-        version: int,
-        places: list[Place],
-        divisor: float,
-        numbers: tuple[int, int],
-        awaited: bool,
-    ) -> None:
-        """Send the order for a version to all nodes concerned."""
-        givers = self._gradients.by_node(places)
+    def _do_order(self, order: Order, awaited: bool) -> None:
+        """Send an order to all nodes concerned."""
+        givers = self._gradients.by_node(order.places)
         # Nodes that have given gradients need not ask.
-        ready = self._parameters.promise(version, givers if awaited else ())
-        order = version, places, divisor, numbers, ready
-        self.tell({*givers, *ready, *self._nodes}, "step", *order)
+        ready = self.publisher.promise(order.version, givers if awaited else ())
+        self.tell({*givers, *ready, *self._nodes}, "step", order, ready)
 
     def _do_made(self, server: int, version: int) -> None:
-        """Note that a server has made a version."""
         self.publisher.note_made(server, version)
 
-    def _do_all_obey(self, *order: int) -> None:
+    def _do_all_obey(self, *order: Any) -> None:
         """Give all servers an order of another kind, after all earlier ones."""
         self.tell(self._nodes, "obey", *order)
 
     # On a node with gradients, or a server
 
-    def _do_step(
-        self,
-        version: int,
-        places: list[Place],
-        divisor: float,
-        numbers: tuple[int, int],
-        ready: list[int],
-    ) -> None:
+    def _do_step(self, order: Order, ready: list[int]) -> None:
         """Give gradients, and make the version if this node has a server."""
-        by_node = self._gradients.by_node(places)
+        by_node = self._gradients.by_node(order.places)
         if here := by_node.get(self.agent.node):
             self._give(here)
-        if self._memory is not None:
-            if places:
+        if self.publisher.server_here >= 0:
+            if order.places:
                 # If there are several nodes, no other step has been ordered.
-                collect = self._collect(version, places, divisor)
-                self._collecting[next(iter(by_node))].add(collect)
-            steps = self._make(version, bool(places), numbers, ready)
-            self._parameters.turns.add(steps)
+                self._collecting[next(iter(by_node))].add(self._collect(order))
+            self.publisher.turns.add(self._make(order, ready))
         if self.agent.node in ready:
-            self._parameters.expect(version)
+            self.publisher.expect(order.version)
 
     def _give(self, places: list[Place]) -> None:
         """Send each server its part of the sum of this node."""
@@ -250,58 +232,46 @@ class Orders(Service):
             if node != self.agent.node:
                 steps = self._gradients.sending(
                     self.agent.leaders[node],
-                    self.tag(GRADIENTS),
+                    self.tag(_GRADIENTS),
                     places,
                     self.publisher.copies.dtype,
                     ranges[node],
                 )
                 self._giving[node].add(steps)
 
-    def _collect(self, version: int, places: list[Place], divisor: float) -> Steps:
-        """Receive the gradients of a version."""
-        assert self._memory is not None
-        assert self.publisher.number is not None
+    def _collect(self, order: Order) -> Steps:
         yield from self._gradients.collecting(
-            self.tag(GRADIENTS),
-            places,
-            self._parts[self.publisher.number].ranges,
-            divisor,
-            self._memory[self._buffer(version)],
+            self.tag(_GRADIENTS),
+            order.places,
+            self._parts[self.publisher.server_here].ranges,
+            order.divisor,
+            self._memory[order.step % len(self._memory)],
         )
-        self._collected.add(version)
-
-    def _buffer(self, version: int) -> int:
-        assert self._memory is not None
-        return step_of(version) % len(self._memory)
+        self._collected.add(order.version)
 
     # On a server's node
 
-    def _make(
-        self, version: int, given: bool, numbers: tuple[int, int], nodes: list[int]
-    ) -> Steps:
-        """Have the server make a version; send it to nodes."""
-        while given and version not in self._collected:
+    def _make(self, order: Order, nodes: list[int]) -> Steps:
+        version = order.version
+        while order.places and version not in self._collected:
             yield False
         self._collected.discard(version)
-        kind = UPDATE if given else NO_UPDATE
-        if version != version_of(step_of(version)):
-            kind = ASSIGN
-        yield from self._obey(kind, *numbers, version, self._buffer(version))
-        yield from self._parameters.sending(version, nodes)
-        self.tell(self._nodes[:1], "made", self.publisher.number, version)
+        yield from self._obey(ASSIGN if order.assigns else UPDATE, order)
+        yield from self.publisher.sending(version, nodes)
+        self.tell(self._nodes[:1], "made", self.publisher.server_here, version)
 
-    def _do_obey(self, kind: int, detail: int = 0) -> None:
-        """Give the server of this node such an order."""
-        self._parameters.turns.add(self._obey(kind, detail, 0, 0, 0))
+    def _do_obey(self, *order: Any) -> None:
+        self.publisher.turns.add(self._obey(*order))
 
-    def _obey(self, kind: int, *details: int) -> Iterator[bool]:
+    def _obey(self, *order: Any) -> Steps:
         """Give the server of this node an order; wait until it is carried out."""
+        server, tag = self._servers[self.publisher.server_here], self.tag(_ORDERS)
+        sent = begun(self.agent.comm.isend, order, server, tag)
         self._given += 1
-        self._words.store(KIND, [kind, *details])
-        self._words.write(ORDER, self._given)
+        self._words.write(_GIVEN, self._given)
         self.publisher.changed.announce()
-        done = self._words.watch(DONE)
-        while done() < self._given:
+        done = self._words.watch(_DONE)
+        while done() < self._given or not is_complete(sent):
             yield False
         # What the server has changed can be read from now on.
         self._words.sync()
@@ -312,36 +282,49 @@ class Orders(Service):
     def next(self, step: int, deadline: Deadline) -> Iterator[Order]:
         """Wait for the next update; carry out orders of other kinds before it."""
         while not self._ended:
-            number, order = self._next_order(deadline)
-            kind, detail, factor, version, buffer = order
-            if kind == ANSWER:
-                limit = Deadline(None, f"{self._what}: server")
-                self.questions.answer(self.answer, detail, limit)
+            kind, *details = self._next_order(deadline)
+            if kind == UPDATE:
+                yield details[0]
+            elif kind == ANSWER:
+                self._answer(*details)
             elif kind == ASSIGN:
-                self.assign(version)
-            elif kind != END:
-                rate = number_of(detail)
-                yield Order(
-                    step_of(version) - 1,
-                    buffer if kind == UPDATE else None,
-                    number_of(factor),
-                    None if math.isnan(rate) else rate,
-                )
-            self._ended = kind == END
-            self._done = number
-            self._words.write(DONE, number)
+                self.assign(details[0].version)
+            self._ended, self._order = kind == END, None
+            self._done += 1
+            self._words.write(_DONE, self._done)
             self.agent.wake()
-            if kind not in (ANSWER, ASSIGN, END):
+            if kind == UPDATE:
                 return
         raise EverybodyLeftError(f"{self._what}: the host has ended all servers")
 
-    def _next_order(self, deadline: Deadline) -> tuple[int, list[int]]:
-        """Return the number of the next order, and its words from KIND on."""
-        read, last = self._words.read, self._done
-        self.publisher.changed.wait(
-            lambda: read(ORDER) > last, deadline, lambda: "an order"
-        )
-        return read(ORDER), self._words.read_range(KIND, BUFFER + 1 - KIND)
+    def _next_order(self, deadline: Deadline) -> tuple[Any, ...]:
+        """Return the next order, again if an exception has ended the last call."""
+        if self._order is None:
+            given, done = self._words.watch(_GIVEN), self._done
+            self.publisher.changed.wait(
+                lambda: given() > done, deadline, lambda: "an order"
+            )
+            limit = Deadline(None, f"{self._what}: server")
+            _, self._order = limit.wait(self._receive, lambda: "its message")
+        return self._order
+
+    def _receive(self) -> tuple[int, Any] | None:
+        return receive(self.agent.comm, self.tag(_ORDERS))
+
+    def _answer(self, number: int, question: Any) -> None:
+        """Answer a question; do not wait for the root.
+
+        The root may have given it up: it receives the answer when it asks again.
+        """
+        self._are_received()
+        answer = number, self.answer(question)
+        root, tag = self._servers[0], self.tag(_ANSWERS)
+        self._sent.append(self.agent.comm.isend(answer, root, tag))
+
+    def _are_received(self) -> bool:
+        """Whether the root has received all answers of this server."""
+        self._sent = [each for each in self._sent if not each.Test()]
+        return not self._sent
 
     def awaited(self, step: int) -> str:
         """Return what the update of a step lacks."""
@@ -353,11 +336,11 @@ class Orders(Service):
 
     def free(self) -> None:
         """Free the memory, after the last update. Collective."""
-        # The last question has made all ranks receive what was sent before it.
+        # The last question has made the root receive all answers before it.
         Deadline(None, f"{self._what}: free").wait(
-            lambda: self.questions.are_received() or None,
-            lambda: "servers to receive questions, and the host answers",
+            lambda: self._are_received() or None,
+            lambda: f"host rank {self._servers[0]} to receive answers",
         )
         self.agent.remove(self.number, f"{self._what}: free")
-        self._memory = None
+        self._memory = np.empty((0, 0))
         self._words.free()

@@ -10,6 +10,7 @@ in its log which rows to send to another one, in a message of bytes.
 from __future__ import annotations
 
 import math
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,10 +33,6 @@ if TYPE_CHECKING:
 
 # The place of a node that has nothing yet.
 NOTHING = -1
-# A message begins with the number of rows, then has their numbers; or with this if it
-# has all values. The values of all variables follow.
-_ALL = -1
-_WORD = np.dtype(np.int64).itemsize
 
 
 # The log has an entry for every eighth row: to copy a random row of 64 floats takes 8
@@ -89,81 +86,37 @@ class Message:
 
 
 class Copier:
-    """Copies parameters between a center, published vectors and variables; here all.
+    """Copies parameters between a center, published vectors and variables. Collective.
+
+    If variables are sparse, a published vector ends with the place in the node's log up
+    to which it has all changes, so both are valid together.
 
     Args:
-        wire: How variables lie in vectors.
+        wire: How variables lie in the vectors.
+        group, root: The ranks, and the one that publishes; if variables are sparse.
         narrow: The dtype in which other nodes are sent a vector; by default, its own.
+            If variables are sparse, all is sent as it is.
 
     Attributes:
         size, dtype: Of such a vector.
         sent: The dtype in which a message has it.
-        whole: Whether each message is all of a vector as it is, whatever a node has.
-        nbytes_here: Bytes of this rank's memory that say what has changed.
-    """
-
-    nbytes_here = 0
-
-    def __init__(self, wire: WireFormat, narrow: np.dtype[Any] | None = None) -> None:
-        self._wire = wire
-        self.size, self.dtype = wire.parameters.size, wire.parameters.dtype
-        self.sent = self.dtype if narrow is None else narrow
-        self.whole = narrow is None
-
-    def note(self, changed: Mapping[str, Array]) -> None:
-        """Note rows of sparse variables, by name, before they change; the root only."""
-
-    def write(self, center: Mapping[str, Array], flat: Array, copy: int) -> None:
-        """Bring a published vector up to date; the root only."""
-        self._wire.write_parameters(center, flat)
-
-    def message(self, since: int, spare: Array | None) -> Message:
-        """Return a new message to nodes that have the changes before a place."""
-        return Message(since, spare, self.sent)
-
-    def room(self, nbytes: int, flat: Array) -> Array:
-        """Return the memory in which a message for a vector is received."""
-        if self.sent == self.dtype:
-            return flat.view(np.uint8)
-        return np.empty(nbytes, np.uint8)
-
-    def unpack(
-        self, message: Array, flat: Array, copies: DoubleBuffer
-    ) -> Iterator[bool]:
-        """Bring the copy that is written, of which this is a part, up to date."""
-        if self.sent != self.dtype:
-            yield from copying(message.view(self.sent), flat)
-
-    def read(
-        self, flat: Array, into: Mapping[str, Array], since: Mapping[str, int]
-    ) -> dict[str, int]:
-        """Copy parameters from a published vector to arrays.
-
-        Returns which changes the array of each sparse variable has, for the next call.
-        """
-        self._wire.read_parameters(flat, into)
-        return {}
-
-    def free(self) -> None:
-        """Free the memory. Collective."""
-
-
-class SparseCopier(Copier):
-    """Copies parameters of which some are sparse. Collective.
-
-    A published vector ends with the place in the node's log up to which it has all
-    changes, so both are valid together; `read` returns this place.
-
-    Attributes:
         names: Of all variables, in the order of the vector.
         tables: The numbers in the log of the rows of each sparse variable.
+        whole: Whether each message is all of a vector, whatever a node has.
     """
 
-    def __init__(self, group: Group, root: int, wire: WireFormat) -> None:
-        super().__init__(wire)
-        self.whole = False
-        self.names = list(wire.parameters)
-        self.size += ALIGNMENT // wire.parameters.dtype.itemsize
+    _log: RowLog
+
+    def __init__(
+        self,
+        wire: WireFormat,
+        group: Group | None = None,
+        root: int = 0,
+        narrow: np.dtype[Any] | None = None,
+    ) -> None:
+        self._wire, self.names = wire, list(wire.parameters)
+        self.size, self.dtype = wire.parameters.size, wire.parameters.dtype
+        self.sent = self.dtype if narrow is None or wire.rows else narrow
         self.tables: dict[str, range] = {}
         first = 0
         for place in wire.rows:
@@ -171,36 +124,42 @@ class SparseCopier(Copier):
             self.tables[place.name] = range(first, first + number)
             first += number
         self._number_of_rows = first
-        self._log = RowLog(*writer_inside(group, root), first // _SHARE)
-        self.nbytes_here = self._log.nbytes_here
         # On the rank that writes the copies of its node, by copy: rows that it lacks,
         # of each update; None for all.
         self._lacks: list[list[Array] | None] = [None, None]
+        self.whole = not wire.rows
+        if group is not None and wire.rows:
+            self.size += ALIGNMENT // self.dtype.itemsize
+            self._log = RowLog(*writer_inside(group, root), first // _SHARE)
 
     # The root
 
     def note(self, changed: Mapping[str, Array]) -> None:
-        """Note rows, by name, before they change; the root only."""
+        """Note rows of sparse variables, by name, before they change; the root only."""
         rows = [array + self.tables[name].start for name, array in changed.items()]
-        if rows:
-            self._note(np.concatenate(rows))
-
-    def _note(self, rows: Array) -> None:
+        if not rows:
+            return
+        together = np.concatenate(rows)
         for lacks in self._lacks:
             if lacks is not None:
-                lacks.append(rows)
-        self._log.append(rows)
+                lacks.append(together)
+        self._log.append(together)
 
     def write(self, center: Mapping[str, Array], flat: Array, copy: int) -> None:
         """Bring a published vector up to date; the root only."""
-        rows = self._lacked(copy)
-        for name, view in self.views(flat).items():
-            copy_rows(center[name], view, self.rows_of(name, rows))
+        if self.whole:
+            for name, view in self.views(flat).items():
+                view[...] = center[name]
+            return
+        self._copy_lacked(center, flat, copy)
         self._complete(flat, copy)
 
-    def _lacked(self, copy: int) -> Array | None:
-        lacks = self._lacks[copy]
-        return None if lacks is None else _united(lacks)
+    def _copy_lacked(self, source: Mapping[str, Array], flat: Array, copy: int) -> None:
+        """Copy what a copy lacks of variables."""
+        lacks, views = self._lacks[copy], self.views(flat)
+        rows = None if lacks is None else _united(lacks)
+        for name, array in source.items():
+            copy_rows(array, views[name], self.rows_of(name, rows))
 
     def _complete(self, flat: Array, copy: int) -> None:
         # The values before the place: an agent relies on it, see `RowMessage.reading`.
@@ -211,27 +170,43 @@ class SparseCopier(Copier):
     # Agents
 
     def message(self, since: int, spare: Array | None) -> Message:
-        """Return a new message to other nodes, of rows."""
+        """Return a new message to nodes that have the changes before a place."""
+        if self.whole:
+            return Message(since, spare, self.sent)
         return RowMessage(self, since)
 
     def room(self, nbytes: int, flat: Array) -> Array:
-        """Return new memory for a message."""
+        """Return the memory in which a message for a vector is received."""
+        if self.whole and self.sent == self.dtype:
+            return flat.view(np.uint8)
         return np.empty(nbytes, np.uint8)
 
     def unpack(
         self, message: Array, flat: Array, copies: DoubleBuffer
     ) -> Iterator[bool]:
         """Bring the copy that is written up to date with a message."""
-        yield from ()
+        if self.whole:
+            if self.sent != self.dtype:
+                yield from copying(message.view(self.sent), flat)
+            return
         copy = copies.writing
         flat, older = copies.copy(copy), copies.copy(1 - copy)
-        rows, values = divided(message)
-        if rows is None:
-            self._note_all()
+        parts: list[Part] = pickle.loads(message.data)
+        found = dict(zip(self.names, parts, strict=True))
+        changed = {name: found[name][0] for name in self.tables}
+        rows = {name: each for name, each in changed.items() if each is not None}
+        if len(rows) < len(changed):
+            self._lacks = [None, None]
+            self._log.append(np.arange(self._number_of_rows))
         else:
-            self._copy_from(older, flat, copy)
-            self._note(rows)
-        self._copy_values(values, flat, rows)
+            # The rows that this copy lacks and the older one has.
+            source = self.views(older)
+            tables = {name: source[name] for name in self.tables}
+            self._copy_lacked(tables, flat, copy)
+            self.note(rows)
+        for name, view in self.views(flat).items():
+            places, values = found[name]
+            view[... if places is None else places] = values
         self._complete(flat, copy)
         if copies.version() < 0:
             # Nobody reads the other one yet. Otherwise the next message would copy
@@ -239,35 +214,16 @@ class SparseCopier(Copier):
             older[...] = flat
             self._lacks[1 - copy] = []
 
-    def _note_all(self) -> None:
-        self._lacks = [None, None]
-        self._log.append(np.arange(self._number_of_rows))
-
-    def _copy_from(self, older: Array, flat: Array, copy: int) -> None:
-        """Copy the rows that a copy lacks and the older one has."""
-        rows, source = self._lacked(copy), self.views(older)
-        for name, view in self.views(flat).items():
-            if name in self.tables:
-                copy_rows(source[name], view, self.rows_of(name, rows))
-
-    def _copy_values(self, values: Array, flat: Array, rows: Array | None) -> None:
-        """Copy the values of a message to a vector."""
-        begin = 0
-        for name, view in self.views(flat).items():
-            places = self.rows_of(name, rows)
-            shape = view.shape if places is None else (places.size, *view.shape[1:])
-            end = begin + math.prod(shape) * flat.itemsize
-            found = values[begin:end].view(flat.dtype).reshape(shape)
-            view[... if places is None else places] = found
-            begin = end
-
     # Every rank
 
     def read(
         self, flat: Array, into: Mapping[str, Array], since: Mapping[str, int]
     ) -> dict[str, int]:
-        """Copy parameters from a published vector to arrays; return places."""
-        end, views = self.end(flat), self.views(flat)
+        """Copy parameters from a published vector to arrays.
+
+        Returns which changes the array of each sparse variable has, for the next call.
+        """
+        end, views = 0 if self.whole else self.end(flat), self.views(flat)
         # Mostly one place: that of the last copy, of all variables.
         rows = {place: self.changes(place, end) for place in set(since.values())}
         for name, array in into.items():
@@ -309,7 +265,8 @@ class SparseCopier(Copier):
 
     def free(self) -> None:
         """Free the memory. Collective."""
-        self._log.free()
+        if not self.whole:
+            self._log.free()
 
 
 class RowMessage(Message):
@@ -320,7 +277,7 @@ class RowMessage(Message):
     whole: the next one copies only the rows that have changed since.
     """
 
-    def __init__(self, copier: SparseCopier, since: int) -> None:
+    def __init__(self, copier: Copier, since: int) -> None:
         super().__init__(since)
         self._copier, self.place = copier, since
         # By variable, in the order in which they were copied.
@@ -349,24 +306,11 @@ class RowMessage(Message):
         self.place = end
 
     def complete(self, version: int) -> None:
-        """Put together the bytes."""
+        """Put together the bytes: pickled, rows and values of each variable."""
         super().complete(version)
-        parts = {name: _latest(parts) for name, parts in self._parts.items()}
-        values = [found.reshape(-1) for _, found in parts.values()]
-        pieces = [self._numbers(parts), *values]
-        self.data = np.concatenate([piece.view(np.uint8) for piece in pieces])
+        parts = [_latest(parts) for parts in self._parts.values()]
+        self.data = np.frombuffer(pickle.dumps(parts, -1), np.uint8)
         self._parts.clear()
-
-    def _numbers(self, parts: Mapping[str, Part]) -> Array:
-        """Return what a message begins with."""
-        numbers = []
-        for name, table in self._copier.tables.items():
-            rows, _ = parts[name]
-            if rows is None:
-                return np.array([_ALL])
-            numbers.append(rows + table.start)
-        size = sum(each.size for each in numbers)
-        return np.concatenate([np.array([size]), *numbers])
 
 
 def _united(parts: Sequence[Array]) -> Array:
@@ -377,7 +321,7 @@ def _united(parts: Sequence[Array]) -> Array:
 def copy_rows(source: Array, target: Array, rows: Array | None) -> None:
     """Copy some rows of an array to another one of its shape; None for all of it."""
     if rows is None:
-        target[...] = source
+        copy_quietly(target, source)
         return
     step = max(1, _CHUNK // max(1, math.prod(source.shape[1:])))
     for start in range(0, rows.size, step):
@@ -410,12 +354,3 @@ def _latest(parts: list[Part]) -> Part:
     every = np.concatenate([rows, *(newer for newer, _ in later)])
     united, last = np.unique(every[::-1], return_index=True)
     return united, np.concatenate([found for _, found in parts])[every.size - 1 - last]
-
-
-def divided(message: Array) -> tuple[Array | None, Array]:
-    """Return the rows of a message, None for all, and the bytes of the values."""
-    number = int(message[:_WORD].view(np.int64)[0])
-    if number == _ALL:
-        return None, message[_WORD:]
-    end = _WORD * (1 + number)
-    return message[_WORD:end].view(np.int64).copy(), message[end:]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpcaccum.layout import ALIGNMENT, Layout
+from hpcaccum.server.double_buffer import step_of, version_of
 from hpcaccum.server.parameter_copies import Copier
 from hpcaccum.server.wire_format import WireFormat
 
@@ -17,23 +18,35 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator import Batch
     from hpcaccum.deadline import Deadline
     from hpcaccum.dtypes import Array
+    from hpcaccum.nodes import Place
     from hpcaccum.server.double_buffer import DoubleBuffer
 
 
 class Order(NamedTuple):
-    """An update that the root has ordered from a server of several.
+    """An update that the root orders from all of several servers.
 
     Attributes:
-        step: The step that it follows.
-        buffer: Which gradients make it; None for none.
-        factor: See `Batch`.
+        version: Of the parameters, which they make.
+        places: Of the gradients that make it; it may be empty.
+        divisor, factor: See `Batch`.
         rate: The learning rate; None for the optimizer's own.
     """
 
-    step: int
-    buffer: int | None
-    factor: float
-    rate: float | None
+    version: int
+    places: Sequence[Place] = ()
+    divisor: float = 1.0
+    factor: float = 1.0
+    rate: float | None = None
+
+    @property
+    def step(self) -> int:
+        """The step that it follows."""
+        return step_of(self.version) - 1
+
+    @property
+    def assigns(self) -> bool:
+        """Whether the version has values that were assigned, and no update."""
+        return self.version != version_of(step_of(self.version))
 
 
 def cut(layout: Layout, count: int, *, elementwise: bool) -> list[slice]:
@@ -61,6 +74,7 @@ class Part:
 
     Attributes:
         part: As given; also of the vector of gradients.
+        within: Which elements it has of each of its variables.
         ranges: Of the vector of gradients: the part, and the numbers that say which
             of its gradients are present.
         wire: How its variables lie in these ranges, and in the part.
@@ -68,15 +82,14 @@ class Part:
 
     def __init__(self, wire: WireFormat, part: slice, *, elementwise: bool) -> None:
         self.part, self._elementwise = part, elementwise
-        # By variable: which elements of it.
-        self._within: dict[str, slice] = {}
+        self.within: dict[str, slice] = {}
         shapes, numbers = {}, []
         for number, name in enumerate(wire.parameters):
             place = wire.parameters.place(name)
             if elementwise or part.start <= place.start < part.stop:
                 begin = min(max(place.start, part.start), part.stop)
                 end = max(min(place.stop, part.stop), begin)
-                self._within[name] = slice(begin - place.start, end - place.start)
+                self.within[name] = slice(begin - place.start, end - place.start)
                 whole = wire.parameters.shapes[name]
                 shapes[name] = (end - begin,) if elementwise else whole
                 numbers.append(wire.present.start + number)
@@ -89,12 +102,10 @@ class Part:
     def piece(self, name: str, whole: Any) -> Array:
         """Return what this part has of an array that is divided as a variable is."""
         array: Array = np.asarray(whole)
-        return array.reshape(-1)[self._within[name]] if self._elementwise else array
+        return array.reshape(-1)[self.within[name]] if self._elementwise else array
 
     def pieces(self, name: str, whole: Mapping[str, Any]) -> dict[str, Any]:
         """Return what this part has of arrays, and all integers."""
-        if name not in self._within:
-            return {}
         return {
             key: value if isinstance(value, int) else self.piece(name, value)
             for key, value in whole.items()
@@ -122,7 +133,6 @@ class Center:
     ) -> None:
         self._wire, self._copier, self._copies = wire, copier, copies
         self.arrays, self._threads = arrays, threads
-        # The memory of each sum, allocated once.
         self._sum: Array | None = None
 
     def is_complete(self, batch: Batch) -> bool:
@@ -134,14 +144,17 @@ class Center:
         return None
 
     def read(self, batch: Any, deadline: Deadline) -> dict[str, Any]:
-        """Return the means of the gradients that are present."""
+        """Return the means of the gradients that are present, times their factor."""
         # There is no gradient if its rank was admitted and then failed to write.
         if not batch.places:
             return {}
         # Before the mean, which overwrites memory that they need.
         parts = {p.name: batch.rows(p, deadline) for p in self._wire.rows}
-        mean = self._mean(batch, deadline)
-        rows = self._wire.read_rows(parts, mean, batch.divisor) if parts else {}
+        mean, rows = self._mean(batch, deadline), {}
+        if parts:
+            rows = self._wire.read_rows(parts, mean, batch.divisor, batch.factor)
+        if batch.factor != 1:
+            mean = self._scaled(mean, batch.factor)
         return {**self._wire.read_gradients(mean), **rows}
 
     def _mean(self, batch: Any, deadline: Deadline) -> Array:
@@ -154,10 +167,22 @@ class Center:
             # Every variable has one gradient or none, so nothing is changed.
             view: Array = batch.views(size)[0]
             return view
-        if self._sum is None:
-            self._sum = np.empty(size, batch.dtype)
         with np.errstate(all="ignore"):
-            batch.total(self._sum, deadline, self._threads)
+            batch.total(self._room(batch.dtype), deadline, self._threads)
+        return self._room(batch.dtype)
+
+    def _scaled(self, mean: Array, factor: float) -> Array:
+        """Return a mean times its factor; a rank may still read the mean itself."""
+        scaled, arrays = self._room(mean.dtype)[: mean.size], self._wire.present.start
+        np.copyto(scaled, mean)
+        with np.errstate(all="ignore"):
+            scaled[:arrays] *= mean.dtype.type(factor)
+        return scaled
+
+    def _room(self, dtype: np.dtype[Any]) -> Array:
+        """Return memory for a vector of gradients, allocated once."""
+        if self._sum is None:
+            self._sum = np.empty(self._wire.gradients.size, dtype)
         return self._sum
 
     def note(self, grads: Mapping[str, Any]) -> None:
@@ -179,10 +204,6 @@ class Center:
         """Copy it to where it is published."""
         self._copier.write(self.arrays, flat, self._copies.writing)
 
-    def free(self) -> None:
-        """Use no shared memory any more, so that it can be freed."""
-        self.arrays = {}
-
 
 class OwnPart(Center):
     """The part of the center that this server, one of several, has.
@@ -191,35 +212,29 @@ class OwnPart(Center):
         part: Which one.
         copies: Where it is published.
         gradients: Of its next updates, shape (buffers, elements).
-        first: Its first values.
+        arrays: Its first values.
     """
 
     def __init__(
-        self, part: Part, copies: DoubleBuffer, gradients: Array, first: Array
+        self,
+        part: Part,
+        copies: DoubleBuffer,
+        gradients: Array,
+        arrays: dict[str, Array],
     ) -> None:
-        wire = part.wire
-        views = wire.parameters.views(first).items()
-        arrays = {name: view.astype(wire.dtypes[name]) for name, view in views}
-        super().__init__(wire, Copier(wire), copies, arrays)
+        super().__init__(part.wire, Copier(part.wire), copies, arrays)
         self._part, self._gradients = part, gradients
 
     def rate(self, batch: Order) -> float | None:
         """Return the learning rate of an update; None for the optimizer's own."""
         return batch.rate
 
-    def read(self, batch: Order, deadline: Deadline) -> dict[str, Any]:
-        """Return the gradients that are present."""
-        if batch.buffer is None:
-            return {}
-        return self._wire.read_gradients(self._gradients[batch.buffer])
+    def _mean(self, batch: Order, deadline: Deadline) -> Array:
+        mean: Array = self._gradients[batch.step % len(self._gradients)]
+        return mean
 
     def _piece(self, name: str, whole: Array) -> Array:
         return self._part.piece(name, whole)
-
-    def free(self) -> None:
-        """Use no shared memory any more, so that it can be freed."""
-        super().free()
-        self._gradients = np.empty((0, 0))
 
 
 def joined(pieces: Sequence[Array | None], shape: tuple[int, ...]) -> Array | None:

@@ -2,8 +2,13 @@
 
 Each server publishes its part; a single server has all. Every node has a copy of all
 parts, in a `DoubleBuffer`. The ranks on the node of a single server read what it
-publishes; other nodes get it from a `ParameterAgent`. A node asks for a newer version
-when one of its ranks waits for it, unless the root knows that.
+publishes; other nodes get it from its agent.
+
+A rank that waits for a version asks its own agent, which asks the root's, once however
+many ranks wait, unless the root knows that they do. When there is such a version, the
+agent of each server sends its part. A single server sends what is the newest by then.
+Several servers send what was ordered, so that all parts that a node gets are of one
+version.
 
 What is published, sent and asked for are versions: a step has another one for each time
 that values are assigned between two updates.
@@ -16,23 +21,32 @@ import math
 import time
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from hpcaccum.deadline import Wake
 from hpcaccum.errors import format_ranks
-from hpcaccum.nodes import Agent, is_short, words_of
-from hpcaccum.server.double_buffer import (
-    DoubleBuffer,
-    step_of,
-    writer_inside,
+from hpcaccum.nodes import (
+    Agent,
+    Incoming,
+    Service,
+    StepQueue,
+    is_short,
+    pieces_in,
+    send_pieces,
+    words_of,
 )
-from hpcaccum.server.parameter_agent import ParameterAgent
+from hpcaccum.server.double_buffer import DoubleBuffer, step_of, writer_inside
+from hpcaccum.server.parameter_copies import NOTHING, copying
+from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 
     from hpcaccum.deadline import Deadline
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
-    from hpcaccum.server.parameter_copies import Copier
+    from hpcaccum.nodes import Steps
+    from hpcaccum.server.parameter_copies import Copier, Message
 
 # For so many seconds after a step has come, a rank does not ask for a newer one: the
 # answer may be as old.
@@ -40,6 +54,8 @@ _RECENT = 1e-3
 # Words of the root: the newest version; of several servers, the last of each, for
 # messages of all ranks.
 _NEWEST, _MADE = 0, 1
+# No version: of a node that has none.
+_NONE = -1
 
 
 class Change:
@@ -68,9 +84,6 @@ class Change:
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """Wait until something is true."""
-        if self._made_here:
-            self._block(fact, deadline, missing)
-            return
 
         def found() -> bool | None:
             if fact():
@@ -79,11 +92,9 @@ class Change:
                 meanwhile()
             return None
 
-        deadline.wait(found, missing)
-
-    def _block(
-        self, fact: Callable[[], bool], deadline: Deadline, missing: Callable[[], str]
-    ) -> None:
+        if not self._made_here:
+            deadline.wait(found, missing)
+            return
         announced = Wake()
         self._blocked.append(announced)
         try:
@@ -92,7 +103,7 @@ class Change:
             self._blocked.remove(announced)
 
 
-class Publisher:
+class Publisher(Service):
     """The parameters of one or several servers, a flat vector. Collective.
 
     Each of the ``servers``, the root first, publishes the part of the same number. The
@@ -100,11 +111,11 @@ class Publisher:
 
     Attributes:
         nodes: Of the servers.
-        number: Of the server of this node, if there is one.
+        server_here: Number of the server of this node; -1 if there is none.
         copies: Where the ranks of this node read.
-        own: Where the server of this node publishes its part, if there is one.
-        agent: Of this node; None if there is one node.
+        own: Where the server of this node publishes its part; only if there is one.
         changed: Announced by this thread, after what others of this rank wait for.
+        turns: Runs what the agent of a server does, one after the other.
     """
 
     def __init__(
@@ -117,62 +128,59 @@ class Publisher:
     ) -> None:
         root, several = servers[0], len(servers) > 1
         self._what, self._servers, self._node_of = what, servers, group.node_of
-        self._copier, self.nodes = copier, [group.node_of[each] for each in servers]
-        here = group.node_number
-        self.number = self.nodes.index(here) if here in self.nodes else None
+        self._parts, self._copier = parts, copier
+        self.nodes = [group.node_of[each] for each in servers]
+        here, self._alone = group.node_number, group.single_node
+        self.server_here = self.nodes.index(here) if here in self.nodes else -1
         # Whether the ranks of this node read what the single server writes.
-        self._is_here = not several and self.number is not None
+        self._is_here = not several and self.server_here == 0
         inside, writer = writer_inside(group, root)
         if several:
             writer = 0
         self.changed = Change(made_here=inside.rank == writer)
         # When a step has come for which this rank waited.
         self._came = -math.inf
-        self.own: DoubleBuffer | None = None
-        self.agent: ParameterAgent | None = None
         with contextlib.ExitStack() as undo:
             self.copies = DoubleBuffer(inside, writer, copier.size, copier.dtype)
             undo.callback(self.copies.free)
             if self._is_here:
                 self.own = self.copies
-            elif self.number is not None:
+            elif self.server_here >= 0:
                 # Collective on the node, so all of its ranks allocate or none.
-                part = parts[self.number]
-                server = group.node_ranks.index(servers[self.number])
+                part = parts[self.server_here]
+                server = group.node_ranks.index(servers[self.server_here])
                 size = part.stop - part.start
                 self.own = DoubleBuffer(inside, server, size, copier.dtype)
                 undo.callback(self.own.free)
-            if not group.single_node:
-                self._join(group, parts, undo)
+            if not self._alone:
+                self._count = _MADE + several * len(servers)
+                self._words = words_of(group, root, self._count, what)
+                undo.callback(self._words.free)
+                self._join(Agent.of(group))
             undo.pop_all()
 
-    def _join(
-        self, group: Group, parts: Sequence[slice], undo: contextlib.ExitStack
-    ) -> None:
-        count = len(self._servers) if len(self._servers) > 1 else 0
-        self._count = _MADE + count
-        self._words = words_of(group, self._servers[0], self._count, self._what)
-        undo.callback(self._words.free)
-        self._agent = Agent.of(group)
-        self.agent = ParameterAgent(
-            self._agent,
-            self.nodes,
-            parts,
-            self._copier,
-            self.copies,
-            self.own,
-            self.complete_here,
-        )
+    def _join(self, agent: Agent) -> None:
+        # On the root's node: the newest version; what each node has asked for last, and
+        # the last that was promised to it.
+        self._newest = _NONE
+        self._wants: dict[int, int] = {}
+        self._promised: dict[int, int] = {}
+        # On a server's node: of each node, what is on its way, the last version sent,
+        # and its place.
+        self.turns, self._sending = StepQueue(self._run_steps), self.queues()
+        self._messages: list[Message] = []
+        self._reading = False
+        self._sent: dict[int, int] = {}
+        self._places: dict[int, int] = {}
+        # The versions for which ranks of this node wait, and the one that it has asked
+        # for; the one that it receives, and the servers whose parts of it are missing.
+        self._waiting: set[int] = set()
+        self._asked: int | None = None
+        self._receiving: int | None = None
+        self._lacks: set[int] = set()
+        agent.add(self)
 
     # Every rank
-
-    @property
-    def window_bytes(self) -> int:
-        """Memory of this rank that holds copies, and what it publishes."""
-        nbytes = self.copies.window_bytes
-        if self.own is not None and self.own is not self.copies:
-            nbytes += self.own.window_bytes
-        return nbytes
 
     def version(self) -> int:
         """Return the step that this node has; a load. -1 before the first one."""
@@ -203,12 +211,8 @@ class Publisher:
     ) -> None:
         """Wait until this node has a version, or a newer one.
 
-        Args:
-            version: The version.
-            deadline: Of the wait.
-            missing: Returns what it waits for if the version is not published.
-            meanwhile: Called again and again.
-            comes: Whether the root knows that this node waits for it.
+        If the root knows that this node waits for it, it ``comes`` unasked. If it is
+        not published, ``missing`` returns what it waits for.
         """
         if not comes:
             self.fetch(version)
@@ -222,8 +226,8 @@ class Publisher:
 
     def fetch(self, version: int) -> None:
         """Have a version sent to this node, unless its ranks read it where it is."""
-        if self.agent is not None and not self._is_here:
-            self.agent.tell([self._agent.node], "fetch", version)
+        if not self._is_here:
+            self.tell([self.agent.node], "fetch", version)
 
     def under_way(self, version: int) -> str | None:
         """Return what moves or makes a version; None if it is not published."""
@@ -232,7 +236,7 @@ class Publisher:
         newest, *made = self._words.read_range(_NEWEST, self._count)
         if newest < version:
             return None
-        agent, step = self._agent, step_of(version)
+        agent, step = self.agent, step_of(version)
         behind = [n for n, each in enumerate(made) if each < version]
         if not behind:
             sources, here = agent.describe(self.nodes), agent.describe([agent.node])
@@ -252,22 +256,16 @@ class Publisher:
 
     # A server
 
-    def begin(self, version: int) -> Array:
-        """Return the memory for a version of its part, larger than all before."""
-        assert self.own is not None
-        return self.own.begin(version)
-
     def complete(self, version: int, awaited_by: Iterable[int] = ()) -> None:
-        """Publish what was written since `begin`.
+        """Publish what was written since ``own.begin``.
 
         Nodes of the ranks that wait for it get it from a single server unasked.
         """
         if not self._is_here:
             # Those who wait for it are named in the order to make it.
-            assert self.own is not None
             self.own.complete(version)
             return
-        if self.agent is None:
+        if self._alone:
             self.complete_here(version)
             return
         # Before any rank can have this version, `newest_version` must return it.
@@ -275,20 +273,18 @@ class Publisher:
         nodes = {self._node_of[rank] for rank in awaited_by} - set(self.nodes)
         pushed = self._push(version, nodes)
         self.complete_here(version)
-        self.agent.tell(self.nodes, "published", version, nodes, pushed)
+        self.tell(self.nodes, "published", version, nodes, pushed)
 
     def _push(self, version: int, nodes: set[int]) -> bool:
         """Send a version to nodes, if it is short; return whether it is.
 
         The agent would have to be woken, and to wait for the interpreter.
         """
-        assert self.agent is not None
         flat = self.copies.copy(self.copies.writing)
         if not (self._copier.whole and is_short(flat.nbytes)):
             return False
         for node in nodes:
-            take = "take", 0, version, flat.nbytes, flat.tobytes()
-            self.agent.tell([node], *take)
+            self.tell([node], "take", 0, version, flat.nbytes, flat.tobytes())
         return True
 
     def announce(self, version: int) -> None:
@@ -306,11 +302,198 @@ class Publisher:
         """Return the version that all servers have made."""
         return min(self._words.read_range(_MADE, len(self._servers)))
 
+    # The agent of a node: what ranks of the node ask for
+
+    def _do_fetch(self, version: int) -> None:
+        if self.copies.version() < version:
+            self._waiting.add(version)
+            self._ask()
+
+    def _ask(self) -> None:
+        """Ask for the least version that ranks wait for, unless it was asked for."""
+        least = min(self._waiting, default=None)
+        if least is not None and (self._asked is None or least < self._asked):
+            self._asked = least
+            self.tell(self.nodes[:1], "want", self.agent.node, least)
+
+    def expect(self, version: int) -> None:
+        """Receive a version that several servers send to this node, after earlier ones.
+
+        They do not announce it.
+        """
+        for server, part in enumerate(self._parts):
+            if self.nodes[server] != self.agent.node:
+                nbytes = (part.stop - part.start) * self._copier.sent.itemsize
+                self._run_steps(self._do_take(server, version, nbytes, None))
+
+    _do_expect = expect
+
+    def _do_take(
+        self, server: int, version: int, nbytes: int, contents: bytes | Array | None
+    ) -> Steps:
+        """Receive the part of a server, unless the request contains it."""
+        while self._receiving not in (None, version):
+            yield False
+        if self._receiving is None:
+            if contents is not None and version <= self.copies.version():
+                # The root and its agent have sent it.
+                return
+            self._receiving, self._lacks = version, set(range(len(self._parts)))
+            self.copies.begin(version)
+        flat = self.copies.copy(self.copies.writing)[self._parts[server]]
+        message = self._copier.room(nbytes, flat)
+        if contents is None:
+            yield from self._receive(server, message)
+        else:
+            yield from copying(np.frombuffer(contents, np.uint8), message)
+        yield from self._copier.unpack(message, flat, self.copies)
+        self._lacks.remove(server)
+        if not self._lacks:
+            self.complete_here(version)
+            self._receiving = self._asked = None
+            self._waiting = {each for each in self._waiting if each > version}
+            self._ask()
+
+    @traced("receive")
+    def _receive(self, server: int, message: Array) -> Steps:
+        rank, tag = self.agent.leaders[self.nodes[server]], self.tag()
+        return Incoming(self.agent.comm, rank, tag, pieces_in(message)).taking()
+
+    # On the root's node
+
+    def _do_want(self, node: int, version: int) -> None:
+        """Have a version sent to a node, now or when it is made."""
+        if version <= self._promised.get(node, _NONE):
+            return
+        if version > self._newest:
+            # It asks for a later one than before only when it has got that.
+            self._wants[node] = version
+            return
+        self._promise([node])
+        self.send_promised([node])
+
+    def promise(self, version: int, nodes: Collection[int] = ()) -> list[int]:
+        """Note the newest version; return the nodes to which it must be sent.
+
+        Among them are ``nodes``, which wait for it and do not ask.
+        """
+        self._newest = version
+        ready = {node for node, wanted in self._wants.items() if wanted <= version}
+        ready.update(nodes)
+        self._promise(ready)
+        return sorted(ready)
+
+    def _promise(self, nodes: Collection[int]) -> None:
+        for node in nodes:
+            self._promised[node] = self._newest
+            # What the root itself has sent is there before the agent knows of it, so
+            # the node may want a later one by now.
+            if self._wants.get(node, _NONE) <= self._newest:
+                self._wants.pop(node, None)
+
+    def send_promised(self, nodes: list[int]) -> None:
+        """Have the servers send the newest version to nodes."""
+        self.tell(self.nodes, "send", self._newest, nodes)
+        if len(self._parts) > 1:
+            self.tell(nodes, "expect", self._newest)
+
+    def _do_published(self, version: int, nodes: list[int], pushed: bool) -> None:
+        """Send a version of a single server to nodes; not again if the root has."""
+        ready = self.promise(version, nodes)
+        for node in nodes if pushed else ():
+            self._sent[node] = max(version, self._sent.get(node, 0))
+        if ready:
+            self._do_send(version, ready)
+
+    # On a server's node
+
+    def _do_send(self, version: int, nodes: list[int]) -> None:
+        """Send a version to nodes, after all that was ordered before."""
+        if len(self._parts) == 1:
+            self._begin_to_send(version, nodes)
+        else:
+            self.turns.add(self.sending(version, nodes))
+
+    def sending(self, version: int, nodes: list[int]) -> Steps:
+        """Return steps that begin to send a part to nodes, as it is now."""
+        published = self.own.has(version)
+        while not published():
+            yield False
+        if nodes:
+            message = yield from self._message(NOTHING)
+            message.users += len(nodes)
+            self._begin_to_send(version, nodes, message)
+
+    def _begin_to_send(
+        self, version: int, nodes: list[int], message: Message | None = None
+    ) -> None:
+        for node in self.agent.in_turn(nodes):
+            self._sending[node].add(self._send_to(node, version, message))
+
+    def _send_to(self, node: int, version: int, message: Message | None) -> Steps:
+        """Send a message to a node; by default, the newest version."""
+        if message is None:
+            if self._sent.get(node, _NONE) >= version:
+                return
+            message = yield from self._message(self._places.get(node, NOTHING))
+            message.users += 1
+        self._sent[node], self._places[node] = message.version, message.place
+        server = self.nodes.index(self.agent.node)
+        data, take = message.data, (server, message.version, message.data.size)
+        if node == self.agent.node:
+            yield from self._do_take(*take, data)
+        elif len(self._parts) > 1:
+            yield from self._send(node, data)
+        else:
+            contents = data.tobytes() if is_short(data.size) else None
+            self.tell([node], "take", *take, contents)
+            if contents is None:
+                yield from self._send(node, data)
+        message.users -= 1
+
+    @traced("send", lambda args, _: {"to": args[0].agent.leaders[args[1]]})
+    def _send(self, node: int, message: Array) -> Steps:
+        rank, tag = self.agent.leaders[node], self.tag()
+        return send_pieces(self.agent.comm, rank, tag, pieces_in(message))
+
+    def _message(self, since: int) -> Generator[bool, None, Message]:
+        """Return a message with the newest version.
+
+        A node that is slow must delay neither updates nor other nodes.
+        """
+        while self._reading:
+            # It may be the same one.
+            yield False
+        version, copy = self.own.newest()
+        for found in self._messages:
+            if (found.version, found.since) == (version, since):
+                return found
+        self._reading = True
+        message = self._copier.message(since, self._spare())
+        yield from message.reading(self.own.copy(copy))
+        while not self.own.has_kept(version, copy):
+            yield False
+            version, copy = self.own.newest()
+            yield from message.reading(self.own.copy(copy))
+        self._reading = False
+        message.complete(version)
+        self._messages.append(message)
+        return message
+
+    def _spare(self) -> Array | None:
+        for each in self._messages:
+            if not each.users:
+                self._messages.remove(each)
+                return each.data
+        return None
+
     def free(self) -> None:
         """Free the memory, after the last version is published. Collective."""
-        if self.agent is not None:
-            self.agent.free(f"{self._what}: free")
+        if not self._alone:
+            # When all that was asked for is sent.
+            self.agent.remove(self.number, f"{self._what}: free")
+            self._messages.clear()
             self._words.free()
-        if self.own is not None and self.own is not self.copies:
+        if self.server_here >= 0 and not self._is_here:
             self.own.free()
         self.copies.free()

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 class QuorumInbox(VectorAccumulator):
     """Admits gradients of the current step; passes on those of a quorum. Collective.
 
-    Its methods are those of `Inbox`.
-
     Args:
         group, root, size, dtype, workers, rows, what: See `VectorAccumulator`.
         quorum: Gradients of one update, at least.
@@ -46,17 +44,11 @@ class QuorumInbox(VectorAccumulator):
         self._quorum, self.needs_all = quorum, quorum == workers
         self._buffer: Array | None = None
 
-    @property
-    def window_bytes(self) -> int:
-        """Memory of this rank that holds gradients."""
-        return self._storage.window_bytes
-
-    def start(self, step: int) -> None:
-        """Set the step of the first update; the root only, before any submission."""
-        self.set_global_step(step)
-
     def buffer(self, known: int = 0) -> Array:
-        """Return the memory for this rank's next gradient; see `Inbox.buffer`."""
+        """Return the memory for this rank's next gradient.
+
+        This rank has the parameters of the step ``known``; it may spare a round trip.
+        """
         # The server takes one round after the other, and publishes a step before the
         # take of its round returns.
         self.note_finished(known - 1)
@@ -73,11 +65,16 @@ class QuorumInbox(VectorAccumulator):
         return step
 
     def next(self, step: int, deadline: Deadline) -> AbstractContextManager[Batch]:
-        """Wait for the quorum that makes step ``step + 1``; the root only."""
+        """Wait for the quorum that makes step ``step + 1``; the root only.
+
+        Raises:
+            EverybodyLeftError: If all ranks have left and no gradient is left.
+        """
         return self.batch(self._quorum, deadline)
 
-    def following(self, step: int) -> None:
+    def following(self, step: int) -> Batch | None:
         """Return None: more gradients may be admitted until `next`."""
+        return None
 
     def awaited(self, step: int) -> str | None:
         """Return what the mean of a step lacks; None if it is complete."""

@@ -24,15 +24,12 @@ from hpcaccum.server.order_loop import OrderLoop
 from hpcaccum.server.part import Center
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from hpcaccum.accumulator import Tally
     from hpcaccum.dtypes import Array
-    from hpcaccum.mpi import Group
-    from hpcaccum.server.inbox import MakeInbox
     from hpcaccum.server.loop import Loop, Update
-    from hpcaccum.server.node_update import ElementwiseRule
-    from hpcaccum.server.options import ServerOptions
+    from hpcaccum.server.options import ServerSetup
 
     # For each variable, names to arrays or integers.
     Arrays = Mapping[str, Mapping[str, Any]]
@@ -53,24 +50,8 @@ class ParameterServer(Client):
     a `Loop`, in threads beside its own training or alone. After `free` the last
     parameters can still be read, with their step and the tally.
 
-    Args:
-        group: The ranks.
-        initial: Name to array, the same names and shapes on all ranks; the center
-            starts with the root's.
-        make_inbox: Makes the inbox, given the size and the dtype of a flat gradient,
-            and the places of rows in it.
-        options: Of the optimizer, with the ranks that hold parts of the center and
-            update them, each on another node. The first, the root, decides what makes
-            each update. Dedicated servers must call `serve`.
-        what: Name for messages.
-        rule: Makes the updates of all variables if they are alike; equal on all ranks.
-        finish: Called by `free` on every rank, after the last update, while pulls are
-            still possible.
-        elementwise: Whether such a part may begin within a variable.
-        capacities: Name of each sparse variable to the maximum number of rows of the
-            gradients of a rank in one update. There is one server then.
-        step, tally: Where an earlier server ended (`ServerState`), to continue from it;
-            the same on all ranks.
+    Attributes:
+        only_serves: Whether this rank serves and does not train.
 
     Raises:
         InvalidArgumentError: On every rank, if MPI provides no THREAD_MULTIPLE and the
@@ -79,26 +60,12 @@ class ParameterServer(Client):
         DisagreementError: On every rank, if ``step`` or ``tally`` differ.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        initial: Mapping[str, Array],
-        make_inbox: MakeInbox,
-        options: ServerOptions,
-        what: str,
-        *,
-        rule: ElementwiseRule | None,
-        finish: Callable[[], None],
-        elementwise: bool,
-        capacities: Mapping[str, int],
-        step: int = 0,
-        tally: Tally | None = None,
-    ) -> None:
-        servers, dedicated = options.ranks, bool(options.dedicated)
+    def __init__(self, setup: ServerSetup) -> None:
+        group, what, step = setup.group, setup.what, setup.step
 
         def check() -> dict[str, object]:
-            _check_server(group, dedicated, servers, step)
-            return {"step": step, "tally": tally}
+            _check_server(setup)
+            return {"step": step, "tally": setup.tally}
 
         group.agree(what, check)
         self._final: ServerState | None = None
@@ -109,56 +76,49 @@ class ParameterServer(Client):
         self._served = self._frees = False
         # Servers that this rank leaves when it ends one of them: others may wait there.
         self._with: list[ParameterServer] = []
-        super().__init__(
-            group,
-            initial,
-            make_inbox,
-            servers,
-            what,
-            rule=rule,
-            elementwise=elementwise,
-            capacities=capacities,
-            wire_dtype=options.wire_dtype,
-        )
-        self._dedicated, self._finish, self._earlier = dedicated, finish, tally
-        self._min_workers = options.min_workers
-        if dedicated:
+        super().__init__(setup)
+        self._dedicated = bool(setup.options.dedicated)
+        self.only_serves = self._dedicated and self.is_server
+        if self._dedicated:
             self._inbox.membership.exclude(self._servers)
         # What this rank does as a server: it updates the center, or its part. If there
         # are several, the root orders these updates.
-        self._center: Center | None = None
         self._updates: UpdateLoop | None = None
         self._ordering: OrderLoop | None = None
         if self.is_root:
-            self._inbox.start(step)
+            self._inbox.set_global_step(step)
         if self.is_server:
-            self._make_loops(initial, step)
+            self._make_loops()
         self._loop: Loop | None = self._ordering or self._updates
         self._register(group, group.label(what))
         # No rank pulls before the center is published, and has come to its node.
         first = Deadline(None, f"{what}: first parameters")
         self._wait_for(version_of(step), first)
 
-    def _make_loops(self, initial: Mapping[str, Array], step: int) -> None:
+    def _make_loops(self) -> None:
         """Make the loop of this rank's part of the center, and that of the root."""
-        orders, what, lock = self._orders, self._what, self._update_lock
-        if orders is None:
-            center = self._center = self._make_center(initial)
-            self._updates = UpdateLoop(
-                self._inbox, lock, what, center, self._publisher, self._node_update
-            )
-        else:
-            assert orders.own is not None
-            self._center, own = orders.own, UpdateLock(what)
-            self._updates = UpdateLoop(orders, own, what, orders.own, self._publisher)
-            orders.assign = self._updates.assign
-        self._updates.set_step(step)
-        if orders is not None and self.is_root:
-            self._ordering = OrderLoop(self._inbox, lock, what, orders, self._updates)
-            self._ordering.set_step(step)
+        what, orders, step = self._what, self._orders, self._setup.step
+        own = None if orders is None else orders.own
+        loop = self._updates = UpdateLoop(
+            orders or self._inbox,
+            self._update_lock if orders is None else UpdateLock(what),
+            what,
+            own or self._make_center(),
+            self._publisher,
+            self._node_update,
+        )
+        loop.set_step(step)
+        if orders is not None:
+            orders.assign = loop.assign
+            if self.is_root:
+                self._ordering = OrderLoop(
+                    self._inbox, self._update_lock, what, orders, loop
+                )
+                self._ordering.set_step(step)
 
-    def _make_center(self, initial: Mapping[str, Array]) -> Center:
+    def _make_center(self) -> Center:
         """Return all of the center, in memory of the node if its ranks can help."""
+        initial = self._setup.initial
         arrays = {name: np.array(to_host(array)) for name, array in initial.items()}
         if self._node_update is not None:
             for name, array in self._node_update.center.items():
@@ -172,7 +132,7 @@ class ParameterServer(Client):
         """Name to array: what a server holds; after `free`, all, on every rank."""
         if self._final is not None:
             return self._final.center
-        return {} if self._center is None else self._center.arrays
+        return {} if self._updates is None else self._updates.center.arrays
 
     @property
     def slots(self) -> dict[str, dict[str, Array]] | None:
@@ -181,29 +141,9 @@ class ParameterServer(Client):
         None if the rule is not used, because variables are sparse or have several
         dtypes, or ranks several nodes.
         """
-        if self._node_update is None or self._center is None or self._final is not None:
+        if self._node_update is None or not self.is_server or self._final is not None:
             return None
         return self._node_update.slots
-
-    @property
-    def is_root(self) -> bool:
-        """Whether this rank decides what makes each update."""
-        return self._group.rank == self._root
-
-    @property
-    def is_server(self) -> bool:
-        """Whether this rank holds the center, or a part of it."""
-        return self._group.rank in self._servers
-
-    @property
-    def in_parts(self) -> bool:
-        """Whether several servers hold parts of the center."""
-        return len(self._servers) > 1
-
-    @property
-    def only_serves(self) -> bool:
-        """Whether this rank serves and does not train."""
-        return self._dedicated and self.is_server
 
     @property
     def has_to_serve(self) -> bool:
@@ -232,9 +172,19 @@ class ParameterServer(Client):
 
     def serve(self, after_update: Callable[[int], object] | None = None) -> None:
         """Serve until all other ranks have left; a dedicated server only."""
-        if not self.only_serves:
-            raise InvalidArgumentError(f"{self._what}: {self._no_server()}")
-        self._serve(after_update)
+        if self.only_serves:
+            self._serve(after_update)
+            return
+        rank, servers = self._group.rank, format_ranks(self._servers)
+        if self._dedicated:
+            are = "are" if self.in_parts else "is"
+            why = f"rank {rank} is not a server ({servers} {are}); it must train"
+        else:
+            how = (
+                "serve while they train" if self.in_parts else "serves while it trains"
+            )
+            why = f"dedicated=True was not given: {servers} {how}; do not call serve()"
+        raise InvalidArgumentError(f"{self._what}: {why}")
 
     def _serve(self, after_update: Callable[[int], object] | None = None) -> None:
         assert self._loop is not None
@@ -242,16 +192,6 @@ class ParameterServer(Client):
             self._loop.after_update = after_update
         self._loop.run()
         self._served = True
-
-    def _no_server(self) -> str:
-        """Return why this rank must not call `serve`."""
-        servers = format_ranks(self._servers)
-        if self._dedicated:
-            are = "are" if self.in_parts else "is"
-            rank = self._group.rank
-            return f"rank {rank} is not a server ({servers} {are}); it must train"
-        how = "serve while they train" if self.in_parts else "serves while it trains"
-        return f"dedicated=True was not given: {servers} {how}; do not call serve()"
 
     def ask(self, question: Any) -> list[Any]:
         """Return the answers of several servers, all of one step; the root only.
@@ -318,7 +258,6 @@ class ParameterServer(Client):
         return self._pulled
 
     def _assign(self, deadline: Deadline) -> int:
-        """Set the center to the values that were kept; return the version."""
         if self._ordering is not None:
             return self._ordering.assign(deadline)
         assert self._updates is not None
@@ -384,8 +323,8 @@ class ParameterServer(Client):
         """Return the gradients accepted and dropped so far, of all ranks."""
         if self._final is not None:
             return self._final.tally
-        tally = self._inbox.tally()
-        return tally if self._earlier is None else self._earlier + tally
+        tally, earlier = self._inbox.tally(), self._setup.tally
+        return tally if earlier is None else earlier + tally
 
     # The end
 
@@ -408,7 +347,7 @@ class ParameterServer(Client):
         workers = {*range(self._group.size)} - self._group.lost.keys()
         if self._dedicated:
             workers.difference_update(self._servers)
-        if len(workers) < self._min_workers:
+        if len(workers) < self._setup.options.min_workers:
             return True
         leads = self.in_parts and any(rank == each[0] for each in self._group.nodes)
         return rank in self._servers or self._frees or leads
@@ -419,7 +358,6 @@ class ParameterServer(Client):
             self._inbox.membership.lose_rank(rank)
 
     def _free(self) -> None:
-        """End the updates, free the memory."""
         self.check_not_paused("free()")
         # Not again if the rest of an earlier call has failed.
         if self._final is None:
@@ -448,11 +386,11 @@ class ParameterServer(Client):
         notes = self._group.gather_present(self.note, call)
         self.notes = [notes.get(rank, ()) for rank in range(self._group.size)]
         self._end_updates(call)
-        self._finish()
+        self._setup.finish()
         # From now on nothing reads the shared memory.
         self._final = self._read_state()
-        if self._center is not None:
-            self._center.free()
+        if self._updates is not None:
+            del self._updates.center
 
     def _end_updates(self, call: str) -> None:
         """Wait for the last update, which all ranks pull; fail on all ranks or none."""
@@ -467,20 +405,19 @@ class ParameterServer(Client):
             raise failure or echo(WaitTimeoutError(text))
 
 
-def _check_server(
-    group: Group, dedicated: bool, servers: Sequence[int], step: int
-) -> None:
-    """Check the arguments of `ParameterServer` that a rank can check alone."""
+def _check_server(setup: ServerSetup) -> None:
+    """Check what a rank can check alone."""
+    group, servers = setup.group, setup.options.ranks
     several = len(servers) > 1 and group.rank in servers
     # Between nodes agents check it, also for a root that is dedicated.
-    beside = group.single_node and not dedicated
+    beside = group.single_node and not setup.options.dedicated
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE and (several or beside):
         needs, instead = "each of several servers needs", []
         if beside:
             needs = "a server needs while the host trains"
             instead = ["use dedicated=True, so that the host only serves"]
         raise InvalidArgumentError(lack_of_threads(needs, *instead))
-    check_first_step(step, "step")
+    check_first_step(setup.step, "step")
 
 
 def check_first_step(step: int, name: str) -> None:

@@ -17,6 +17,7 @@ from hpcaccum.mpi import bits, number_of
 from hpcaccum.nodes import words_of
 
 if TYPE_CHECKING:
+    from hpcaccum.accumulator import Tally
     from hpcaccum.mpi import Group
 
 # What `lateness=` accepts.
@@ -55,7 +56,7 @@ class UpdateQueue:
     step that was made, whose place is empty and for which no rank that is present has
     an open intent, is that of a rank that is lost.
 
-    For the arguments see `BoundedStalenessInbox`.
+    For the arguments see `BoundedStalenessInbox`, which has it as its base.
 
     Attributes:
         words: The words.
@@ -74,6 +75,9 @@ class UpdateQueue:
     ) -> None:
         self._rank, self._size, self._max_lag = group.rank, group.size, max_lag
         self._factors = factors
+        # On the root, by step: gradients that are not applied. Once the rank of one has
+        # the parameters, another one may get its place.
+        self._found: dict[int, Found] = {}
         layout = WordLayout(after=_FIXED)
         layout.take(group.size)
         # The first of these words follows the places, so that one read returns both.
@@ -89,7 +93,7 @@ class UpdateQueue:
         self.counters = Counters(words, counters, group.size)
 
     @property
-    def step(self) -> int:
+    def global_step(self) -> int:
         """The number of gradients admitted so far, plus the first step."""
         return self.words.read(_STEP)
 
@@ -98,7 +102,7 @@ class UpdateQueue:
         """The number of gradients applied so far, plus the first step."""
         return self.words.read(_APPLIED)
 
-    def start(self, step: int) -> None:
+    def set_global_step(self, step: int, /) -> None:
         """Set the step of the first update; the root only, before any admission."""
         self.note_applied(step)
         self.words.write(_STEP, step)
@@ -106,12 +110,13 @@ class UpdateQueue:
     def note_applied(self, step: int) -> None:
         """Say that the gradients that make steps up to this one are applied."""
         self.words.write(_APPLIED, step)
+        self._found.pop(step - 1, None)
 
     # Admission
 
     def admit(self, rank: int, local_step: int) -> Receipt:
         """Admit a gradient of a rank, unless it is stale. `end_intent` comes later."""
-        step = self.step
+        step = self.global_step
         if self._max_lag == math.inf:
             self._set_intent(rank, 1 + step)
             step = self.words.fetch_add(_STEP, 1)
@@ -125,7 +130,6 @@ class UpdateQueue:
         return self._receipt(False, local_step, step)
 
     def _receipt(self, accepted: bool, local_step: int, step: int) -> Receipt:
-        """Return the receipt of a gradient that arrived at a step."""
         receipt = Receipt(accepted, local_step, step)
         if accepted and self._factors is not None:
             return dataclasses.replace(receipt, factor=self._factors(receipt.lag))
@@ -147,42 +151,50 @@ class UpdateQueue:
         self.words.write(self._place(step), (step + 1) << _WHOSE_BITS | whose)
 
     def _place(self, step: int) -> int:
-        """Return the word for the gradient that is admitted at a step."""
         return _HEAD + step % self._size
 
     # The root
 
     def find(self, step: int) -> Found | None:
         """Return what was put in the place for a step; None: nothing yet."""
-        word = self.words.read(self._place(step))
-        if word >> _WHOSE_BITS != step + 1:
-            return None
-        factor = 1.0
-        if self._factors is not None:
-            factor = number_of(self.words.read(self._scales + step % self._size))
-        return word & ((1 << _WHOSE_BITS) - 1), factor
+        if step not in self._found:
+            word = self.words.read(self._place(step))
+            if word >> _WHOSE_BITS != step + 1:
+                return None
+            factor = 1.0
+            if self._factors is not None:
+                factor = number_of(self.words.read(self._scales + step % self._size))
+            self._found[step] = word & ((1 << _WHOSE_BITS) - 1), factor
+        return self._found[step]
 
-    def is_lost(self, step: int) -> bool:
-        """Whether the gradient of a step was admitted and cannot come any more.
+    def find_final(self, step: int) -> Found | None:
+        """Return as `find`, or that the gradient of a step is lost.
 
-        The caller has found its place empty. If it is true, it may have come since.
+        Raises:
+            EverybodyLeftError: If none can be admitted at this step.
         """
-        if self.step <= step or not (lost := self.membership.lost()):
+        if (found := self.find(step)) is not None:
+            return found
+        if self._is_lost(step):
+            # It may have come since, which is final then.
+            return self.find(step) or (NOBODY, 1.0)
+        # A rank that has left has submitted all of its gradients before.
+        everybody = self.membership.all_left(self.words.read(self._members))
+        if everybody and self.global_step == step:
+            raise EverybodyLeftError(f"all {self.membership.workers} ranks have left")
+        return None
+
+    def _is_lost(self, step: int) -> bool:
+        """Whether a gradient, whose place was empty, was admitted and cannot come."""
+        if self.global_step <= step or not (lost := self.membership.lost()):
             return False
         words = self.words.read_range(self._intents, _APART * self._size)[::_APART]
         return all(
             not 0 < word <= 1 + step or rank in lost for rank, word in enumerate(words)
         )
 
-    def check_comes(self, step: int) -> None:
-        """Raise EverybodyLeftError if no gradient can be admitted at a step."""
-        # A rank that has left has submitted all of its gradients before.
-        everybody = self.membership.all_left(self.words.read(self._members))
-        if everybody and self.step == step:
-            raise EverybodyLeftError(f"all {self.membership.workers} ranks have left")
-
     def may_find(self, step: int) -> Callable[[], bool]:
-        """Return what finds out whether `find` would return a gradient, or none comes.
+        """Return what finds out whether `find_final` may return a gradient, or raise.
 
         On the root's node it reads memory only.
         """
@@ -195,7 +207,19 @@ class UpdateQueue:
             or (changes() > 0 and newest() > step and bool(lost()))
         )
 
-    # Messages
+    # Every rank
+
+    def check_present(self) -> None:
+        """Raise InvalidArgumentError if this rank has left."""
+        self.membership.check_present("submit")
+
+    def count_nonfinite(self) -> None:
+        """Count a gradient of this rank that is not finite, and was not submitted."""
+        self.counters.count_nonfinite(self._rank)
+
+    def tally(self) -> Tally:
+        """Return the gradients accepted and dropped so far, of all ranks."""
+        return self.counters.tally()
 
     def awaited(self, step: int) -> str | None:
         """Return which ranks a step waits for; None if its gradient has arrived."""
@@ -214,7 +238,7 @@ class UpdateQueue:
 
     def source(self, step: int) -> str:
         """Return where the gradient of a step is, which has not arrived."""
-        if self.step > step:
+        if self.global_step > step:
             return "admitted, to be written"
         return f"which may come from {format_ranks(self.membership.present())}"
 

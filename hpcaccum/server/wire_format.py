@@ -9,14 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.device import copy_quietly, copyto
+from hpcaccum.device import copy_quietly
 from hpcaccum.layout import Layout
 from hpcaccum.overlap import overlap, same_elements
-from hpcaccum.rows import IndexedSlices, RowFormat, RowPlace, Rows, merged, sliced
+from hpcaccum.rows import (
+    IndexedSlices,
+    RowFormat,
+    RowPlace,
+    Rows,
+    merged,
+    sliced,
+    weighted,
+)
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from hpcaccum.accumulator import Batch
     from hpcaccum.dtypes import Array
@@ -61,8 +69,12 @@ class WireFormat:
         arrays = {name: shapes[name] for name in shapes if name not in capacities}
         arrays[_PRESENT] = (len(shapes),)
         self.gradients = Layout(arrays, parameters.dtype)
-        self.rows = tuple(_row_places(self.parameters, capacities, self.gradients.size))
-        self.size = self.rows[-1].end if self.rows else self.gradients.size
+        self.rows: list[RowPlace] = []
+        self.size = self.gradients.size
+        for name, capacity in capacities.items():
+            form = RowFormat(capacity, math.prod(shapes[name][1:]), parameters.dtype)
+            self.rows.append(RowPlace(name, self.size, form))
+            self.size = self.rows[-1].end
 
     @classmethod
     def of(
@@ -95,7 +107,9 @@ class WireFormat:
         """Copy gradients to their places in a vector, unless they lie there already."""
         views, present = self.gradient_views(flat)
         # First: the values of rows may lie in the places of arrays.
-        self._write_rows(grads, flat)
+        rows: Mapping[str, Any] = grads
+        for place in self.rows:
+            place.write(flat, rows.get(place.name))
         arrays: dict[str, Any] = {n: grads[n] for n in views if n in grads}
         if send is None:
             _copy_gradients(arrays, views, flat)
@@ -106,27 +120,27 @@ class WireFormat:
             for name in views.keys() - grads.keys():
                 views[name][...] = 0
 
-    def _write_rows(self, grads: Mapping[str, Any], flat: Array) -> None:
-        for place in self.rows:
-            place.write(flat, grads.get(place.name))
-
     def read_rows(
-        self, rows: Mapping[str, Sequence[Rows]], total: Array, divisor: float
+        self,
+        rows: Mapping[str, Sequence[Rows]],
+        total: Array,
+        divisor: float,
+        factor: float,
     ) -> dict[str, IndexedSlices]:
-        """Return the gradients of sparse variables: means over those present."""
+        """Return the gradients of sparse variables: means, times a factor."""
         shares = dict(zip(self.parameters, self.gradient_views(total)[1], strict=True))
-        return {
-            name: self._mean(name, parts, _unrounded(float(shares[name]) * divisor))
-            for name, parts in rows.items()
-            if shares[name]
-        }
-
-    def _mean(self, name: str, parts: Sequence[Rows], weight: float) -> IndexedSlices:
-        # No warning: an overflow shows up as inf in the result.
-        with np.errstate(all="ignore"):
-            rows = merged(parts)
-            values = rows.values if weight == 1 else rows.values / weight
-        return sliced(rows._replace(values=values), self.parameters.shapes[name])
+        found = {}
+        for name, parts in rows.items():
+            if shares[name]:
+                weight = _unrounded(float(shares[name]) * divisor)
+                mean = merged(parts)
+                # No warning: an overflow shows up as inf in the result.
+                with np.errstate(all="ignore"):
+                    if weight != 1:
+                        mean = mean._replace(values=mean.values / weight)
+                    mean = weighted(mean, factor)
+                found[name] = sliced(mean, self.parameters.shapes[name])
+        return found
 
     def is_complete(self, batch: Batch) -> bool:
         """Whether every vector of a batch on this node has all gradients."""
@@ -152,28 +166,6 @@ class WireFormat:
                     view /= share
         return found
 
-    def write_parameters(self, center: Mapping[str, Array], flat: Array) -> None:
-        """Copy parameters to a vector."""
-        for name, view in self.parameters.views(flat).items():
-            view[...] = center[name]
-
-    def read_parameters(self, flat: Array, into: Mapping[str, Array]) -> None:
-        """Copy some of the parameters of a vector to arrays."""
-        views = self.parameters.views(flat)
-        for name, array in into.items():
-            copyto(array, views[name])
-
-
-def _row_places(
-    parameters: Layout, capacities: Mapping[str, int], begin: int
-) -> Iterator[RowPlace]:
-    """Yield the places of rows, one after the other."""
-    for name, capacity in capacities.items():
-        width = math.prod(parameters.shapes[name][1:])
-        place = RowPlace(name, begin, RowFormat(capacity, width, parameters.dtype))
-        yield place
-        begin = place.end
-
 
 def _unrounded(weight: float) -> float:
     """Return a sum of weights that a share has given, exact if it is whole."""
@@ -184,7 +176,6 @@ def _unrounded(weight: float) -> float:
 def _copy_gradients(
     grads: Mapping[str, Array], places: Mapping[str, Array], flat: Array
 ) -> None:
-    """Copy gradients to their places in a vector, unless they lie there already."""
     away = {
         name: array
         for name, array in grads.items()

@@ -1,6 +1,6 @@
 /*
  * The protocol of a server whose updates are made of one gradient each, between nodes.
- * In hpcaccum/server: bounded_staleness.py, loop.py, publisher.py, parameter_agent.py,
+ * In hpcaccum/server: bounded_staleness.py, loop.py, publisher.py,
  * double_buffer.py.
  *
  * tests/system/test_model.py runs it through Spin. A configuration is a set of macros:
@@ -518,7 +518,7 @@ end:
 }
 
 #if REMOTES
-/* The agent of another node. In the code: ParameterAgent._do_fetch. */
+/* The agent of another node. In the code: Publisher._do_fetch. */
 
 inline ask_least() {
     least = 1;
@@ -559,7 +559,7 @@ end:
     od
 }
 
-/* The same agent. In the code: ParameterAgent._do_take. */
+/* The same agent. In the code: Publisher._do_take. */
 
 /* A step has come: no older one is awaited any more. */
 inline arrive() {
@@ -624,7 +624,7 @@ end:
     od
 }
 
-/* The root's agent. In the code: ParameterAgent._do_want. */
+/* The root's agent. In the code: Publisher._do_want. */
 
 inline promise(node) {
     assert(promised[node] < known);
@@ -667,7 +667,7 @@ end:
     od
 }
 
-/* In the code: ParameterAgent._do_published. */
+/* In the code: Publisher._do_published. */
 
 inline published(node) {
     if
@@ -699,7 +699,7 @@ end:
     od
 }
 
-/* In the code: ParameterAgent._send_to, for each node in turn. */
+/* In the code: Publisher._send_to, for each node in turn. */
 
 #define LATEST(k) (snapshot[k] == VERSION(0))
 #if REMOTES > 1

@@ -180,7 +180,7 @@ def test_only_rows_are_copied_and_have_memory(make, rank, size, copies):
         # Rows of this rank, and of those that have pushed since its last pull.
         others = size if turn >= 2 * size else turn % size + 1
         assert each[-2 if pushed else -1 :] == ([2 + others] if pushed else []) + [2]
-    assert testing.shared_bytes(opt, gradients=True) < 2000
+    assert testing.gradient_bytes(opt) < 2000
 
 
 def test_the_sum_has_room_for_the_rows_of_a_period(make, rank, size):

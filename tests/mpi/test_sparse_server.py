@@ -239,7 +239,7 @@ def test_only_rows_that_changed_are_copied(make, rank, size, copies):
     assert counted == [[2 + size] * (1 + (rank == 0))] * 4
     assert np.count_nonzero(w.value.any(axis=1)) == 2 + size
     # Of two buffers with 3 rows each.
-    assert testing.shared_bytes(opt, gradients=True) < 1000
+    assert testing.gradient_bytes(opt) < 1000
 
 
 @pytest.mark.ranks(min=2)
