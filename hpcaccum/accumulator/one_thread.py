@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from typing_extensions import Self
 
 
 class OneThread:
@@ -25,9 +24,8 @@ class OneThread:
         # interrupted.
         self._lock, self._busy = threading.RLock(), False
 
-    @contextlib.contextmanager
-    def hold(self, call: str, deadline: Deadline | None = None) -> Iterator[None]:
-        """Let no other thread make a call during the block.
+    def hold(self, call: str, deadline: Deadline | None = None) -> Self:
+        """Wait for other threads, then let none make a call during the `with` block.
 
         Raises:
             WaitTimeoutError: If another thread does not end its call in time.
@@ -43,9 +41,12 @@ class OneThread:
                 f"{self._what}: {call} was called in a signal handler that interrupted "
                 f"another call: set a flag in the handler, and make the call later"
             )
-        try:
-            self._busy = True
-            yield
-        finally:
-            self._busy = False
-            self._lock.release()
+        self._busy = True
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._busy = False
+        self._lock.release()

@@ -22,12 +22,7 @@ if TYPE_CHECKING:
 
 
 class Offer(NamedTuple):
-    """What the admission knows of a gradient.
-
-    Attributes:
-        shape: Of the gradient; of a row, if it has rows only.
-        misfit: Why it fits no round; None if it may fit one.
-    """
+    """The shape of a gradient, or of its rows, and why it fits no round, if so."""
 
     shape: Shape
     misfit: str | None
@@ -50,13 +45,11 @@ class Shapes:
 
     def offer(self, grad: Any) -> Offer:
         """Return what the admission knows of a gradient."""
-        return Offer(grad.shape, self._misfit(grad))
+        shape = grad.shape
+        return Offer(shape, None if shape == self.only else self._misfit(grad))
 
     def _misfit(self, grad: Any) -> str | None:
-        """Return why a gradient fits no round; None if it may fit one."""
         shape, declared = grad.shape, self._settings.shape
-        if shape == self.only:
-            return None
         if not compatible(shape, declared):
             expected = f"shape {declared}"
         elif len(shape) > MAX_DIMS:
@@ -181,18 +174,14 @@ class ShapeTable:
             InvalidArgumentError: If it has none and the table is full.
         """
         if shape not in self._numbers:
-            self._read_new()
+            # Other ranks may have filled entries. The first word is written last.
+            used = min(self._words.read(self._base), self._limit)
+            for number in {*range(1, used + 1)} - self._shapes.keys():
+                if self._words.read(self._entry(number)):
+                    self.shape(number)
         if shape not in self._numbers:
             self._add(shape)
         return self._numbers[shape]
-
-    def _read_new(self) -> None:
-        """Read the entries that other ranks have filled."""
-        used = min(self._words.read(self._base), self._limit)
-        for number in range(1, used + 1):
-            # The first word of an entry is written last; see `_add`.
-            if number not in self._shapes and self._words.read(self._entry(number)):
-                self.shape(number)
 
     def _add(self, shape: Shape) -> None:
         number = self._words.fetch_add(self._base, 1) + 1

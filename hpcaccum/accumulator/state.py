@@ -160,7 +160,7 @@ class Closed:
     @property
     def weight(self) -> float:
         """Sum of the weights of the gradients."""
-        return sum(record.weight for record in self.records.values())
+        return sum([record.weight for record in self.records.values()])
 
 
 class WordLayout:

@@ -62,16 +62,23 @@ class Buffers:
 
     Attributes:
         parts: The memory of all buffers.
+        has_rows: Whether a gradient may need more room than a buffer has.
     """
 
     def __init__(
         self, group: Group, settings: Settings, what: str, size: int | None = None
     ) -> None:
         self._rank, self._rows = group.rank, settings.rows
+        self.has_rows = bool(settings.rows)
         self._dtype = accumulation_dtype(settings.dtype)
         self._capacity = settings.capacity if size is None else size
         self._stride = _aligned(self._capacity * self._dtype.itemsize)
         self.parts = NodeParts(group, 2 * self._stride, what, longest=self._stride)
+        # This rank's buffers.
+        self._own = [
+            self.parts.view(self._place(group.rank, index), self._capacity, self._dtype)
+            for index in range(2)
+        ]
         # Whether the agent of this node may have copies.
         self._has_copies = self.parts.is_here(settings.host)
         self._threads = group.own_cores
@@ -94,15 +101,8 @@ class Buffers:
         """Whether the buffers of a rank are on a node that is lost."""
         return self.parts.is_lost(rank)
 
-    def _place(self, rank: int, index: int) -> Place:
-        return Place(rank, index * self._stride)
-
-    def _places(self, closed: Closed) -> list[Place]:
-        """Return the buffers that hold the gradients of a round, in rank order."""
-        return [
-            self._place(rank, record.buffer)._replace(factor=record.factor)
-            for rank, record in closed.records.items()
-        ]
+    def _place(self, rank: int, index: int, factor: float = 1.0) -> Place:
+        return Place(rank, index * self._stride, factor)
 
     def clear(self, parity: int, size: int | None) -> None:
         """Do nothing: the first gradient of a round overwrites."""
@@ -111,6 +111,7 @@ class Buffers:
         """Free the memory. Collective."""
         if self._pinned is not None:
             self._pinned.free()
+        self._own.clear()
         self.parts.free()
 
     def buffer(self, index: int) -> Array:
@@ -118,10 +119,7 @@ class Buffers:
 
         The caller may use it after `free`.
         """
-        return self._view(index, self._capacity)
-
-    def _view(self, index: int, count: int) -> Array:
-        return self.parts.view(self._place(self._rank, index), count, self._dtype)
+        return self._own[index]
 
     def prepare(self, grad: Any, weight: float) -> Any:
         """Return the argument for `write`."""
@@ -132,13 +130,10 @@ class Buffers:
     def check_room(self, index: int, grad: Any, joins: Callable[[], bool]) -> None:
         """Raise InvalidArgumentError if a buffer has no room for another gradient.
 
-        Args:
-            index: The buffer.
-            grad: The gradient, of which rows need room.
-            joins: Returns whether it is added to what is in the buffer; slow.
+        ``joins`` returns whether it is added to what is in the buffer; slow.
         """
         for place, rows in self._rows_of(grad):
-            held, room = self.buffer(index), place.form.capacity
+            held, room = self._own[index], place.form.capacity
             # Surely, if they have no row in common.
             if place.number(held) + rows.indices.size <= room or not joins():
                 continue
@@ -164,14 +159,14 @@ class Buffers:
 
         ``before`` is what the buffer has of the round; None if nothing.
         """
-        target = self._view(index, grad.size).reshape(grad.shape)
+        target = self._own[index][: grad.size]
+        if before is None:
+            device.copyto(target.reshape(grad.shape), grad)
+            return
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):
-            if before is None:
-                device.copyto(target, grad)
-            else:
-                factors = before.factor, weight
-                self._add(target.reshape(-1), device.to_host(grad).reshape(-1), factors)
+            factors = before.factor, weight
+            self._add(target, device.to_host(grad).reshape(-1), factors)
 
     def _add(self, sums: Array, grad: Array, factors: tuple[float, float]) -> None:
         for place, rows in self._rows_of(grad):
@@ -203,30 +198,26 @@ class Buffers:
 
     def batch(self, closed: Closed, divisor: float) -> Batch:
         """Return the gradients of a round, which stay where they are."""
-        records, places = closed.records.items(), self._places(closed)
+        records = closed.records.items()
+        places = [self._place(r, each.buffer, each.factor) for r, each in records]
         copied = [rank for rank, record in records if record.copied & self._has_copies]
         return Batch(self.parts, places, self._dtype, divisor, closed.step, copied)
 
-    def short(self, index: int) -> bytes | None:
-        """Return the contents of this rank's buffer if they may be sent at once."""
-        place = self._place(self._rank, index)
-        return self.parts.short(place, self._capacity, self._dtype)
-
-    def short_of(self, grad: Any) -> bytes | None:
-        """Return what `write` would store, if it may be sent at once."""
-        if self._rows or self.short(0) is None:
+    def short(self, grad: Any) -> bytes | None:
+        """Return what `write` stores of a gradient, if it may be sent at once."""
+        nbytes = self._capacity * self._dtype.itemsize
+        if not (self.parts.sends_short and is_short(nbytes)):
             return None
         with np.errstate(all="ignore"):
             return np.asarray(device.to_host(grad), self._dtype).tobytes()
 
-    def put(self, index: int, contents: bytes) -> None:
-        """Store in this rank's buffer what `short_of` returned."""
-        data: Array = np.frombuffer(contents, self._dtype)
-        self._view(index, data.size)[:] = data
-
     def keep(self, rank: int, index: int, contents: bytes) -> None:
-        """Keep a copy of a buffer of another rank; for an agent."""
-        self.parts.keep(self._place(rank, index), contents)
+        """Store what `short` returned in this rank's buffer, or keep another one's."""
+        if rank == self._rank:
+            data: Array = np.frombuffer(contents, self._dtype)
+            self._own[index][: data.size] = data
+        else:
+            self.parts.keep(self._place(rank, index), contents)
 
 
 @dataclass(frozen=True)
@@ -270,6 +261,7 @@ class RowBuffers(Buffers):
         form = RowFormat(capacity, width, accumulation_dtype(settings.dtype), True)
         self._what, self._whole = what, RowPlace("rows", 0, form)
         super().__init__(group, settings, what, self._whole.end)
+        self.has_rows = True
         # Nobody adds them element by element.
         self.parts.sends_short = False
 
@@ -319,6 +311,8 @@ class Sums:
     gradients there and none on other ranks, for any number of ranks. The methods are
     those of `Buffers`.
     """
+
+    has_rows = False
 
     def __init__(self, group: Group, settings: Settings, what: str) -> None:
         self._capacity = settings.capacity
@@ -384,14 +378,8 @@ class Sums:
             return None
         return self._view(closed.parity, count).tobytes()
 
-    def short(self, index: int) -> None:
-        """Return None: no agent has copies."""
-
-    def short_of(self, grad: Array) -> None:
+    def short(self, grad: Any) -> None:
         """Return None: every gradient is added one-sidedly."""
-
-    def put(self, index: int, contents: bytes) -> None:
-        """Do nothing: as `short_of`."""
 
     def keep(self, rank: int, index: int, contents: bytes) -> None:
         """Do nothing: as `short`."""

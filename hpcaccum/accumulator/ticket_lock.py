@@ -43,11 +43,11 @@ class TicketLock:
 
     def draw(self, rank: int) -> int:
         """Draw a ticket for a rank, which has its turn when `before` returns nobody."""
-        index = self._tickets + rank
+        words, index = self._words, self._tickets + rank
         # A rank with a later ticket must not pass before this ticket is published.
-        self._words.write(index, _DRAWING)
-        ticket = self._words.fetch_add(self._last, 1) + 1
-        self._words.write(index, ticket)
+        words.write(index, _DRAWING)
+        ticket = words.fetch_add(self._last, 1) + 1
+        words.write(index, ticket)
         return ticket
 
     def before(self, rank: int, ticket: int) -> list[int]:

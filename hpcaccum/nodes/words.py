@@ -64,7 +64,7 @@ class _ServedWords(AtomicWords):
         return True if result is None else result
 
     def _watched(self) -> memoryview:
-        return self._words[:_WATCHED]
+        return self.memory[:_WATCHED]
 
     def free(self) -> None:
         self._calls.free()
@@ -80,14 +80,14 @@ class _RemoteWords(AtomicWords):
 
     def __init__(self, group: Group, root: int, what: str) -> None:
         self.root = root
-        self._barrier = memory_barrier()
+        self.sync = memory_barrier()
         self._calls = Calls(group, root, lambda *_: None, what)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         # As that of `AtomicWords`: before a store, and after a load.
-        self._barrier()
+        self.sync()
         found = self._calls.call(name, *arguments)
-        self._barrier()
+        self.sync()
         return found
 
     def read(self, index: int) -> int:

@@ -29,6 +29,9 @@ class RowLog:
         group: Ranks of one node.
         root: The rank that appends.
         size: The number of entries that can be read.
+
+    Attributes:
+        end: The position after the last entry; on the root only.
     """
 
     def __init__(self, group: Group, root: int, size: int) -> None:
@@ -41,22 +44,17 @@ class RowLog:
             undo.pop_all()
         self._ring: Array = memory.view(np.int64)
         self.nbytes_here = nbytes if group.rank == root else 0
-        self._end = 0
-
-    @property
-    def end(self) -> int:
-        """The position after the last entry; the root only."""
-        return self._end
+        self.end = 0
 
     def append(self, rows: Array) -> None:
         """Append entries; the root only."""
-        end = self._end + rows.size
+        end = self.end + rows.size
         # Readers must be able to see this before anything is overwritten.
         self._words.write(_RESERVED, end)
         last = rows[-self._size :]
         self._ring[np.arange(end - last.size, end) % self._size] = last
         self._words.write(_WRITTEN, end)
-        self._end = end
+        self.end = end
 
     def between(self, begin: int, end: int) -> Array | None:
         """Return a copy of entries; None if some are overwritten.

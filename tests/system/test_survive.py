@@ -148,7 +148,7 @@ TAKE = [
     ("ticket_lock.TicketLock.draw", "after"),
     ("protocol.AdmissionProtocol.put_closing", "after"),
     ("protocol.AdmissionProtocol.swap", "after"),
-    ("taker.Taker._found", "after"),
+    ("take.Take._found", "after"),
     ("protocol.AdmissionProtocol.clear_records", "after"),
 ]
 # Between nodes, an agent takes for the rank.
