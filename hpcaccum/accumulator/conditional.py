@@ -252,8 +252,9 @@ class ConditionalAccumulator(Accumulator):
         self, closed: Closed, target: Array | None, deadline: Deadline
     ) -> Array:
         shape = self._protocol.shapes.shape(closed.shape)
-        found = result_array(target, self.dtype, shape)
-        result = np.empty(shape, self.dtype) if is_device(found) else found
+        dtype = self._settings.dtype
+        found = result_array(target, dtype, shape)
+        result = np.empty(shape, dtype) if is_device(found) else found
         flat = result.reshape(-1)
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum.accumulator.protocol import Request
-from hpcaccum.accumulator.settings import size_of
 from hpcaccum.accumulator.take import Take
 from hpcaccum.deadline import Deadline, grace
 from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError
@@ -177,7 +177,7 @@ class HostCalls(Calls):
             take.leave(withdraws=isinstance(error, WaitTimeoutError))
             raise
         shape = self._protocol.shapes.shape(closed.shape)
-        total = self._storage.short_total(closed, size_of(shape))
+        total = self._storage.short_total(closed, math.prod(shape))
         return dataclasses.replace(closed, total=total)
 
     def _missing(self, rank: int) -> str:

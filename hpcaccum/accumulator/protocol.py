@@ -179,7 +179,9 @@ class AdmissionProtocol:
         Raises:
             InvalidArgumentError: If the shape does not fit, or the round is full.
         """
-        word, local_step = self.words.read(STATE), request.local_step
+        words, memory = self.words, self.words.memory
+        word, local_step = words.read(STATE), request.local_step
+        intent = self._intents + _APART * rank
         while True:
             state = self.packing.unpack(word)
             step, parity = state.step, state.parity
@@ -192,16 +194,18 @@ class AdmissionProtocol:
                     f"{self.what}: a round holds at most {self.packing.max_count} "
                     f"gradients; take them first"
                 )
-            held, fresh = self._record_of(parity, rank), request.fresh[parity]
+            # What the rank has in the round; nobody else changes it until a take.
+            index, fresh = parity * self._size + rank, request.fresh[parity]
+            had = memory[self._records + index]
+            held = Record.of(had, memory[self._weights + index]) if had else None
             if held is None and fresh is None:
                 return Admitted(None, local_step, step, parity)
-            self._set_intent(rank, 1 + parity)
+            memory[intent] = 1 + parity
             new = self.packing.pack(state.admitted(shape))
-            found = self.words.compare_and_swap(STATE, word, new)
+            found = words.compare_and_swap(STATE, word, new)
             if found == word:
                 break
-            self._set_intent(rank, 0)
-            word = found
+            memory[intent], word = 0, found
         factor = self._late if local_step < step else 1.0
         weight = factor * request.weight
         if held is None:
@@ -213,8 +217,7 @@ class AdmissionProtocol:
         complete = held is None and request.in_place and self.apart
         if held or not self.apart:
             adding = record._replace(number=record.number - 1, adding=1)
-            index = self._records + parity * self._size + rank
-            self.words.write(index, adding.word())
+            words.write(self._records + index, adding.word())
         admitted = True, local_step, step, parity, held, record, complete
         return Admitted(*admitted, factor)
 
@@ -228,31 +231,22 @@ class AdmissionProtocol:
         # First: a gradient that was taken is in the counts.
         self.counters.count(rank, True, admitted.step - admitted.local_step)
         self.put_record(rank, admitted.parity, admitted.record)
-        self._set_intent(rank, 0)
 
     def abandon(self, rank: int, admitted: Admitted) -> None:
         """Publish that a gradient was admitted and does not come; as `arrive`."""
         self.membership.check_counts(rank)
         self.put_record(rank, admitted.parity, admitted.before)
-        self._set_intent(rank, 0)
-
-    def _set_intent(self, rank: int, word: int) -> None:
-        self.words.memory[self._intents + _APART * rank] = word
-
-    def _record_of(self, parity: int, rank: int) -> Record | None:
-        """Return what a rank has in a round; only the rank changes it until a take."""
-        memory, index = self.words.memory, parity * self._size + rank
-        word = memory[self._records + index]
-        return Record.of(word, memory[self._weights + index]) if word else None
 
     def put_record(self, rank: int, parity: int, record: Record | None) -> None:
-        """Publish what a rank has in a round."""
-        index, word = parity * self._size + rank, 0
+        """Publish what a rank has in a round, and then that it has no intent."""
+        memory, index = self.words.memory, parity * self._size + rank
+        word = 0
         if record:
             # Before the record, so that a rank that reads the record finds its weight.
-            self.words.memory[self._weights + index] = bits(record.weight)
+            memory[self._weights + index] = bits(record.weight)
             word = record.word()
         self.words.write(self._records + index, word)
+        memory[self._intents + _APART * rank] = 0
 
     # What takes, and messages, need; messages on any rank
 
@@ -294,10 +288,6 @@ class AdmissionProtocol:
         """Record what the take closes; once `waiting`, no other take reduces it."""
         self.words.memory[CLOSED] = self.packing.pack(closing)
 
-    def end_closing(self) -> None:
-        """Record that the take is complete."""
-        self.words.write(CLOSED, 0)
-
     def closing(self) -> State | None:
         """Return what the last take recorded; None if it is complete."""
         word = self.words.read(CLOSED)
@@ -305,8 +295,7 @@ class AdmissionProtocol:
 
     def add_lost(self, number: int) -> None:
         """Count gradients that are lost; for the take that has its turn."""
-        if number:
-            self.words.write(_NUM_LOST, self.words.read(_NUM_LOST) + number)
+        self.words.write(_NUM_LOST, self.words.read(_NUM_LOST) + number)
 
     def weight(self) -> float:
         """Return the sum of the weights of what is in place, and not returned yet."""

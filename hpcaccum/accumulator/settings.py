@@ -89,7 +89,7 @@ def check_settings(
         elements = positive_count(capacity, "capacity")
     else:
         what = f"elements of shape {declared}"
-        elements = _at_least("capacity", capacity, size_of(declared), what)
+        elements = _at_least("capacity", capacity, math.prod(known(declared)), what)
     return replace(settings, capacity=elements, storage=storage)
 
 
@@ -107,7 +107,7 @@ def check_sparse_settings(
     row = None if shape is None else shape[1:]
     if is_fixed(row):
         what = f"elements of a row of shape {shape}"
-        width = _at_least("row_size", row_size, size_of(known(row)), what)
+        width = _at_least("row_size", row_size, math.prod(known(row)), what)
     elif row_size is None:
         raise InvalidArgumentError(
             f"shape {shape} has rows of unknown size: pass row_size=, the maximum "
@@ -184,11 +184,6 @@ def is_fixed(declared: PartialShape | None) -> bool:
 def known(shape: PartialShape | None) -> Shape:
     """Return a shape of which every dimension is known."""
     return tuple(dim for dim in shape or () if dim is not None)
-
-
-def size_of(shape: Sequence[int | None]) -> int:
-    """Return the number of elements of a fixed shape."""
-    return math.prod(dim for dim in shape if dim is not None)
 
 
 def compatible(shape: Shape, declared: PartialShape | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcaccum.accumulator.settings import (
@@ -11,7 +12,6 @@ from hpcaccum.accumulator.settings import (
     declared_shape,
     is_fixed,
     known,
-    size_of,
 )
 from hpcaccum.errors import InvalidArgumentError
 
@@ -54,7 +54,7 @@ class Shapes:
             expected = f"shape {declared}"
         elif len(shape) > MAX_DIMS:
             expected = f"at most {MAX_DIMS} dimensions"
-        elif size_of(shape) > self._settings.capacity:
+        elif math.prod(shape) > self._settings.capacity:
             expected = f"at most {self._settings.capacity} elements"
         else:
             return None
@@ -94,13 +94,14 @@ class Shapes:
                 f"{self._what}: slot needs a shape, because that of the accumulator "
                 f"is {settings.shape}"
             )
-        fits = compatible(known(wanted), settings.shape)
-        if not fits or size_of(wanted) > settings.capacity:
+        fixed = known(wanted)
+        fits = compatible(fixed, settings.shape)
+        if not fits or math.prod(fixed) > settings.capacity:
             raise InvalidArgumentError(
                 f"{self._what}: slot must have shape {settings.shape} and at most "
                 f"{settings.capacity} elements, got {wanted}"
             )
-        return known(wanted)
+        return fixed
 
 
 class RowShapes(Shapes):
@@ -123,7 +124,7 @@ class RowShapes(Shapes):
             return f"rows must begin with {width}, got {row}"
         if len(row) > MAX_DIMS:
             return f"rows must have at most {MAX_DIMS} dimensions, got {row}"
-        if size_of(row) > settings.row_size:
+        if math.prod(row) > settings.row_size:
             return (
                 f"rows must have at most {settings.row_size} elements (row_size=), "
                 f"got {row}"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, SupportsInt
 
 import numpy as np
 
 from hpcaccum.accumulator.handle import Accumulator, Taken
-from hpcaccum.accumulator.settings import check_sparse_settings, size_of
+from hpcaccum.accumulator.settings import check_sparse_settings
 from hpcaccum.accumulator.storage import RowBuffers, RowGradient
 from hpcaccum.arguments import positive_weight, step_number
 from hpcaccum.device import cupy, current_stream
@@ -235,7 +236,7 @@ class SparseConditionalAccumulator(Accumulator):
         assert isinstance(storage, RowBuffers)
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):
-            rows = storage.total_rows(closed, size_of(row), deadline)
+            rows = storage.total_rows(closed, math.prod(row), deadline)
             values = self._divided(rows)
         declared = self._settings.shape or (None,)
         length = -1 if declared[0] is None else declared[0]

@@ -63,6 +63,7 @@ class Buffers:
     Attributes:
         parts: The memory of all buffers.
         has_rows: Whether a gradient may need more room than a buffer has.
+        is_lost: Returns whether the buffers of a rank are on a node that is lost.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Buffers:
         self._capacity = settings.capacity if size is None else size
         self._stride = _aligned(self._capacity * self._dtype.itemsize)
         self.parts = NodeParts(group, 2 * self._stride, what, longest=self._stride)
+        self.is_lost = self.parts.is_lost
         # This rank's buffers.
         self._own = [
             self.parts.view(self._place(group.rank, index), self._capacity, self._dtype)
@@ -96,10 +98,6 @@ class Buffers:
             nbytes, whole = 2 * self._stride, np.dtype(np.uint8)
             memory = self.parts.view(Place(self._rank, 0), nbytes, whole)
             self._pinned = device.Pinned(memory)
-
-    def is_lost(self, rank: int) -> bool:
-        """Whether the buffers of a rank are on a node that is lost."""
-        return self.parts.is_lost(rank)
 
     def _place(self, rank: int, index: int, factor: float = 1.0) -> Place:
         return Place(rank, index * self._stride, factor)

@@ -7,10 +7,10 @@ see `host_calls`.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
-from hpcaccum.accumulator.protocol import MEMBERS, STATE
-from hpcaccum.accumulator.settings import size_of
+from hpcaccum.accumulator.protocol import CLOSED, MEMBERS, STATE
 from hpcaccum.accumulator.state import Closed, State
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError, format_ranks
@@ -18,6 +18,7 @@ from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
     from hpcaccum.accumulator.protocol import AdmissionProtocol
+    from hpcaccum.accumulator.state import Record
     from hpcaccum.accumulator.storage import Storage
     from hpcaccum.nodes import Calls
 
@@ -251,34 +252,33 @@ class Take:
         """Return what of a round has arrived, without what lies on lost nodes."""
         step, _, parity, _, number = closing
         records = self._protocol.read_records(parity)
-        adding = [rank for rank, record in records.items() if record.adding]
-        if adding and not self._protocol.apart:
-            # Part of a gradient is in the sum of all.
-            records = {}
-        full = {
-            rank: record
-            for rank, record in records.items()
-            if record.number and not record.adding and not self._storage.is_lost(rank)
-        }
-        count = sum([record.number for record in full.values()])
-        shape = max([record.shape for record in full.values()], default=0)
-        return Closed(step, parity, number, count, shape, full)
+        full: dict[int, Record] = {}
+        count, weight, shape = 0, 0.0, 0
+        for rank, record in records.items():
+            if record.adding and not self._protocol.apart:
+                # Part of a gradient is in the sum of all.
+                return Closed(step, parity, number)
+            if record.number and not record.adding and not self._storage.is_lost(rank):
+                full[rank], shape = record, max(shape, record.shape)
+                count, weight = count + record.number, weight + record.weight
+        return Closed(step, parity, number, count, weight, shape, full)
 
     def _end(self, closed: Closed) -> None:
         """Record that no other take reduces a round."""
         step, parity, number = closed.step, closed.parity, closed.number
         self._protocol.put_closing(State(step, 0, parity, 1, number))
-        self._protocol.add_lost(number - closed.count)
+        if closed.count < number:
+            self._protocol.add_lost(number - closed.count)
 
     def _clear(self, closed: Closed) -> None:
         """Make room for the next round of this parity."""
         size = None
         if closed.count:
-            size = size_of(self._protocol.shapes.shape(closed.shape))
+            size = math.prod(self._protocol.shapes.shape(closed.shape))
         self._storage.clear(closed.parity, size)
         # Before the turn is passed on: the next take may open this parity again.
         self._protocol.clear_records(closed.parity)
-        self._protocol.end_closing()
+        self._protocol.words.write(CLOSED, 0)
 
     def _discard(self, closed: Closed) -> None:
         """End a round of which all was lost: another one gets its step."""

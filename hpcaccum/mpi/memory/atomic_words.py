@@ -111,7 +111,11 @@ class AtomicWords:
         return self._fetch(index, value, MPI.REPLACE)
 
     def _fetch(self, index: int, value: int, operation: Any) -> int:
-        local = self._begin()
+        local = self._local
+        if local.pending:
+            # No outcome of an earlier change may come later.
+            self._complete()
+        local.pending = True
         local.result[0], local.origin[0] = _NEVER, value
         place = self._first + index
         self._window.Fetch_and_op(
@@ -121,20 +125,15 @@ class AtomicWords:
 
     def compare_and_swap(self, index: int, expected: int, new: int) -> int:
         """Set a word to ``new`` if it is ``expected``; return its value before."""
-        local = self._begin()
+        local = self._local
+        if local.pending:
+            self._complete()
+        local.pending = True
         origin, compare, result = local.origin, local.compare, local.result
         result[0], origin[0], compare[0] = _NEVER, new, expected
         place = self._first + index
         self._window.Compare_and_swap(origin, compare, result, self._window_root, place)
         return self._outcome(result)
-
-    def _begin(self) -> _Scratch:
-        """Begin a change: no outcome of an earlier one may come later."""
-        local = self._local
-        if local.pending:
-            self._complete()
-        local.pending = True
-        return local
 
     def _outcome(self, result: Array) -> int:
         """Complete the change that this thread has begun; return its outcome.
