@@ -89,14 +89,18 @@ class HostCalls(Calls):
             yield self._close(required, at_least, deadline)
             end = "complete"
         finally:
-            self._end_take(end)
+            self._leaving = self.begin(end)
+            # Wait for a moment at most.
+            with contextlib.suppress(WaitTimeoutError):
+                self._leaving.result(grace(self.what))
+                self._leaving = None
 
     @traced("take")
     def _close(self, required: int, at_least: int | None, deadline: Deadline) -> Closed:
         """Return a closed round."""
         call = self.begin("take", required, at_least)
         try:
-            closed = call.result(deadline, self._awaited)
+            closed = call.result(deadline, lambda: str(self.call("missing")))
         except WaitTimeoutError as error:
             if error is call.answer:
                 raise
@@ -116,17 +120,6 @@ class HostCalls(Calls):
             raise
         except WaitTimeoutError:
             return None
-
-    def _awaited(self) -> str:
-        """Return what the take of this rank waits for, for messages."""
-        return str(self.call("missing"))
-
-    def _end_take(self, end: str) -> None:
-        """End the take of this rank; wait for a moment at most."""
-        self._leaving = self.begin(end)
-        with contextlib.suppress(WaitTimeoutError):
-            self._leaving.result(grace(self.what))
-            self._leaving = None
 
     # The agent
 

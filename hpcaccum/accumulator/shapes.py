@@ -61,11 +61,7 @@ class Shapes:
         return f"gradient must have {expected}, got shape {shape}"
 
     def number(self, offer: Offer, of_round: int) -> int:
-        """Return the number of a gradient's shape, for a round that has one, or 0.
-
-        Raises:
-            InvalidArgumentError: If the gradient does not fit.
-        """
+        """Return the number of a gradient's shape, if it fits a round of one, or 0."""
         misfit = offer.misfit
         if of_round and offer.shape != (expected := self._table.shape(of_round)):
             misfit = self._unlike(expected, offer.shape)
@@ -169,22 +165,15 @@ class ShapeTable:
         return self._shapes[number]
 
     def number(self, shape: Shape) -> int:
-        """Return a number for a shape.
-
-        Raises:
-            InvalidArgumentError: If it has none and the table is full.
-        """
+        """Return a number for a shape."""
         if shape not in self._numbers:
             # Other ranks may have filled entries. The first word is written last.
             used = min(self._words.read(self._base), self._limit)
             for number in {*range(1, used + 1)} - self._shapes.keys():
                 if self._words.read(self._entry(number)):
                     self.shape(number)
-        if shape not in self._numbers:
-            self._add(shape)
-        return self._numbers[shape]
-
-    def _add(self, shape: Shape) -> None:
+        if shape in self._numbers:
+            return self._numbers[shape]
         number = self._words.fetch_add(self._base, 1) + 1
         if number > self._limit:
             raise InvalidArgumentError(
@@ -196,6 +185,7 @@ class ShapeTable:
         # Last, and never 0: a rank that reads it can read the shape.
         self._words.write(entry, 1 + len(shape))
         self._remember(number, shape)
+        return number
 
     def _entry(self, number: int) -> int:
         return self._base + 1 + (number - 1) * self._WIDTH

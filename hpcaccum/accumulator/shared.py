@@ -125,10 +125,6 @@ class SharedAccumulator(Freeable):
         stays on record and the next take resumes it. ``at_least`` gradients suffice
         when the limit passes. A round of which all gradients were lost is held if
         ``empty``, on the host's node; else another is closed at its step.
-
-        Raises:
-            WaitTimeoutError: Names what is missing.
-            EverybodyLeftError: If all ranks have left and no gradient is in the round.
         """
         with self._taking.hold("take_grad", deadline):
             if self.calls is not None and not self.calls.near:

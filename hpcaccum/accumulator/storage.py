@@ -54,11 +54,7 @@ class Buffers:
     order of the nodes. The same gradients give the same bits in any order of arrival.
     What takes rows adds those of different ranks.
 
-    Args:
-        group: The ranks.
-        settings: Of the accumulator.
-        what: Name for messages.
-        size: Elements of a buffer; by default the longest gradient.
+    ``size`` is the number of elements of a buffer, by default of the longest gradient.
 
     Attributes:
         parts: The memory of all buffers.
@@ -157,24 +153,26 @@ class Buffers:
 
         ``before`` is what the buffer has of the round; None if nothing.
         """
-        target = self._own[index][: grad.size]
         if before is None:
-            device.copyto(target.reshape(grad.shape), grad)
+            self._store(self._own[index], grad)
             return
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):
-            factors = before.factor, weight
-            self._add(target, device.to_host(grad).reshape(-1), factors)
+            self._add(self._own[index], grad, (before.factor, weight))
 
-    def _add(self, sums: Array, grad: Array, factors: tuple[float, float]) -> None:
-        for place, rows in self._rows_of(grad):
+    def _store(self, buffer: Array, grad: Any) -> None:
+        device.copyto(buffer[: grad.size].reshape(grad.shape), grad)
+
+    def _add(self, buffer: Array, grad: Any, factors: tuple[float, float]) -> None:
+        sums, more = buffer[: grad.size], device.to_host(grad).reshape(-1)
+        for place, rows in self._rows_of(more):
             parts = [place.rows(sums), rows]
             place.write(sums, merged([*map(weighted, parts, factors)]))
         if self._rows:
             begin = self._rows[0].begin
-            sums, grad = sums[:begin], grad[:begin]
+            sums, more = sums[:begin], more[:begin]
         # Converted before the addition, as a single gradient is.
-        add_in_order([sums, grad], sums, factors=factors)
+        add_in_order([sums, more], sums, factors=factors)
 
     def total(
         self, closed: Closed, divisor: float, out: Array, deadline: Deadline
@@ -279,23 +277,17 @@ class RowBuffers(Buffers):
             self.pin()
         return grad
 
-    @traced("copy")
-    def write(
-        self,
-        parity: int,
-        index: int,
-        grad: RowGradient,
-        weight: float,
-        before: Record | None,
+    def _store(self, buffer: Array, grad: RowGradient) -> None:
+        place = self._of_width(grad.rows.values.shape[1])
+        place.write(buffer, grad.rows, device.copyto)
+
+    def _add(
+        self, buffer: Array, grad: RowGradient, factors: tuple[float, float]
     ) -> None:
-        """Store a gradient in this rank's buffer, or add it; see `Buffers.write`."""
-        rows, buffer = grad.rows, self.buffer(index)
+        rows = grad.rows._replace(values=device.to_host(grad.rows.values))
         place = self._of_width(rows.values.shape[1])
-        if before is not None:
-            here = rows._replace(values=device.to_host(rows.values))
-            had = weighted(place.rows(buffer), before.factor)
-            rows = merged([had, weighted(here, weight)])
-        place.write(buffer, rows, device.copyto)
+        parts = [place.rows(buffer), rows]
+        place.write(buffer, merged([*map(weighted, parts, factors)]))
 
     def total_rows(self, closed: Closed, width: int, deadline: Deadline) -> Rows:
         """Return the sum of a round's gradients; that of one may lie in its buffer."""

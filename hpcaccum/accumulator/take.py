@@ -62,9 +62,7 @@ class Take:
     def wait(self, deadline: Deadline, calls: Calls | None) -> Closed:
         """Wait until the round is closed; ``calls`` are of the agent, if there is one.
 
-        Raises:
-            WaitTimeoutError: Names what is missing.
-            EverybodyLeftError: As `look`.
+        Its errors are those of `ConditionalAccumulator.take_grad`.
         """
         try:
             if calls is None:
@@ -77,11 +75,7 @@ class Take:
         return late.wait(self.look, self.missing)
 
     def look(self) -> Closed | None:
-        """Go on; return the round once it is closed and complete.
-
-        Raises:
-            EverybodyLeftError: If all ranks have left and no gradient is in the round.
-        """
+        """Go on; return the round once it is closed and complete."""
         if not self._has_turn:
             self._ticket = self._ticket or self._lock.draw(self._rank)
             self._has_turn = not self._lock.before(self._rank, self._ticket)

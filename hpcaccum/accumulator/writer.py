@@ -64,13 +64,7 @@ class Writer:
     def submit(self, array: Any, local_step: int, weight: float) -> Receipt:
         """Add a gradient, with a weight, to the open round unless it is stale.
 
-        Raises:
-            InvalidArgumentError: If it does not fit; nothing was added.
-            WaitTimeoutError: If an agent does not answer in time, and may still admit
-                it; also if it has not answered to the gradient before, and nothing was
-                done with this one.
-            BrokenObjectError: If an exception has ended an earlier call.
-            Exception: Anything else: this rank has left the accumulator.
+        Its errors are those of `ConditionalAccumulator.apply_grad`.
         """
         # What may fail comes before the admission.
         source = self._storage.prepare(array, weight)
@@ -194,11 +188,7 @@ class Writer:
         return deadline.wait(lend, self._buffers.missing)
 
     def finish(self, deadline: Deadline | None = None) -> None:
-        """Wait for the answer to a gradient whose `submit` has raised.
-
-        Raises:
-            WaitTimeoutError: If it does not come this time, either.
-        """
+        """Wait for the answer to a gradient whose `submit` has raised."""
         if self._unanswered:
             with self._turn.hold("apply_grad", deadline):
                 if self._unanswered:

@@ -47,11 +47,10 @@ class RowExchange:
     """Sums rows of one group, in any number of calls. Collective.
 
     Args:
-        group: The ranks.
+        group, name: The ranks; the name for messages.
         formats: Of the rows, by name; in the same order on all ranks.
         marks: Memory for what the reduction adds, by name: a matrix with a row for each
             rank, and with `columns` columns.
-        name: For messages.
 
     Attributes:
         broken: Whether this rank is in `collect`, or an exception has ended it. Then no

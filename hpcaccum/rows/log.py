@@ -21,14 +21,9 @@ _RESERVED, _WRITTEN = 0, 1
 class RowLog:
     """Numbers of rows, one after the other; the last ones can be read. Collective.
 
-    The position of an entry is the number of entries before it. The root appends
-    entries. It waits for no reader: one that is too slow finds that entries were
-    overwritten.
-
-    Args:
-        group: Ranks of one node.
-        root: The rank that appends.
-        size: The number of entries that can be read.
+    The position of an entry is the number of entries before it. The root, a rank of the
+    node, appends entries, of which the last ``size`` can be read. It waits for no
+    reader: one that is too slow finds that entries were overwritten.
 
     Attributes:
         end: The position after the last entry; on the root only.
