@@ -97,14 +97,13 @@ def admit(accumulator: Any, local_step: int = 0) -> Callable[[Any], None]:
     Of an accumulator of float64 vectors of 2, to which this rank gives nothing else.
     """
     protocol, storage = accumulator._protocol, accumulator._storage
-    offer = protocol.shapes.offer(np.zeros(2))
-    request = Request(local_step, 1.0, offer, (0, 0), False)
+    request = Request(local_step, 1.0, (2,), None, (0, 0), False)
     calls, rank = accumulator._shared.calls, accumulator._shared.group.rank
     if near := calls is None or calls.near:
         admitted = protocol.admit(rank, request)
     else:
         admitted = calls.admit(request).result()
-    assert admitted.accepted
+    assert admitted.receipt
 
     def write(gradient: Any) -> None:
         storage.write(admitted.parity, 0, np.array(gradient, float), 1.0, None)

@@ -76,7 +76,9 @@ class RankBuffers:
     def note_admitted(self, admitted: Admitted, slot: int | None) -> None:
         """Note a gradient in the open round; take back slots of the calling thread."""
         parity = self._last_parity = admitted.parity
-        self._records[parity], self._steps[parity] = admitted.record, admitted.step
+        assert admitted.receipt is not None
+        self._records[parity] = admitted.record
+        self._steps[parity] = admitted.receipt.global_step
         if self._lent:
             for index in self._lent.keys() - self._of_others(slot):
                 self._take_back(index)

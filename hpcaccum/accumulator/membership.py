@@ -81,9 +81,9 @@ class Membership:
         """Name ranks in no message: they are not among the workers."""
         self._others.update(ranks)
 
-    def quorum(self, required: int, num_left: int) -> int:
-        """Return how many gradients suffice after ``num_left`` ranks have left."""
-        present = self.workers - num_left
+    def quorum(self, required: int, changes: int) -> int:
+        """Return how many gradients suffice after so many changes."""
+        present = self.workers - self.num_left(changes)
         if required <= self.workers:
             return max(1, min(required, present))
         return max(1, -(-required * present // self.workers))

@@ -39,8 +39,7 @@ from hpcaccum.mpi import bits
 from hpcaccum.nodes import words_of
 
 if TYPE_CHECKING:
-    from hpcaccum.accumulator.settings import Settings
-    from hpcaccum.accumulator.shapes import Offer
+    from hpcaccum.accumulator.settings import Settings, Shape
     from hpcaccum.mpi import AtomicWords, Group
 
 # Writes to STATE must not invalidate the cache line of other words.
@@ -65,7 +64,8 @@ class Request(NamedTuple):
     Attributes:
         local_step: The step at which it was computed.
         weight: What it counts.
-        offer: What decides whether it fits the round.
+        shape, misfit: What decides whether it fits the round: its shape, or that of its
+            rows; and why it fits no round, or None.
         fresh: The first buffer that its rank has for a round, by parity; None if it has
             none at the moment.
         in_place: Whether the gradient is in that buffer, or comes as ``contents``.
@@ -74,7 +74,8 @@ class Request(NamedTuple):
 
     local_step: int
     weight: float
-    offer: Offer
+    shape: Shape
+    misfit: str | None
     fresh: tuple[int | None, int | None]
     in_place: bool
     contents: bytes | None = None
@@ -84,29 +85,18 @@ class Admitted(NamedTuple):
     """What became of a gradient.
 
     Attributes:
-        accepted: None if it can be neither admitted nor dropped at the moment.
-        local_step: The step at which it was computed.
-        step: The step when it arrived.
+        receipt: None if it can be neither admitted nor dropped at the moment.
         parity: Of the open round.
         before: What its rank had in the round; None if nothing.
         record: What it has, once the gradient is in place.
         complete: Whether it was admitted, and is in place; if not, it must be written.
-        factor: What multiplies its weight.
     """
 
-    accepted: bool | None
-    local_step: int
-    step: int
+    receipt: Receipt | None
     parity: int
     before: Record | None = None
     record: Record | None = None
     complete: bool = False
-    factor: float = 1.0
-
-    def receipt(self) -> Receipt:
-        """Return the receipt."""
-        accepted = bool(self.accepted)
-        return Receipt(accepted, self.local_step, self.step, factor=self.factor)
 
 
 class AdmissionProtocol:
@@ -187,8 +177,8 @@ class AdmissionProtocol:
             step, parity = state.step, state.parity
             if not admits(step, local_step, self.max_lag):
                 self.counters.count(rank, False, step - local_step)
-                return Admitted(False, local_step, step, parity)
-            shape = self.shapes.number(request.offer, state.shape)
+                return Admitted(Receipt(False, local_step, step), parity)
+            shape = self.shapes.number(request.shape, request.misfit, state.shape)
             if state.number >= self.packing.max_count and not state.waiting:
                 raise InvalidArgumentError(
                     f"{self.what}: a round holds at most {self.packing.max_count} "
@@ -199,7 +189,7 @@ class AdmissionProtocol:
             had = memory[self._records + index]
             held = Record.of(had, memory[self._weights + index]) if had else None
             if held is None and fresh is None:
-                return Admitted(None, local_step, step, parity)
+                return Admitted(None, parity)
             memory[intent] = 1 + parity
             new = self.packing.pack(state.admitted(shape))
             found = words.compare_and_swap(STATE, word, new)
@@ -218,8 +208,8 @@ class AdmissionProtocol:
         if held or not self.apart:
             adding = record._replace(number=record.number - 1, adding=1)
             words.write(self._records + index, adding.word())
-        admitted = True, local_step, step, parity, held, record, complete
-        return Admitted(*admitted, factor)
+        receipt = Receipt(True, local_step, step, factor=factor)
+        return Admitted(receipt, parity, held, record, complete)
 
     def arrive(self, rank: int, admitted: Admitted) -> None:
         """Publish that a gradient is in place.
@@ -228,8 +218,9 @@ class AdmissionProtocol:
             LostRankError: If its rank was given up; the round may be over without it.
         """
         self.membership.check_counts(rank)
+        assert admitted.receipt is not None
         # First: a gradient that was taken is in the counts.
-        self.counters.count(rank, True, admitted.step - admitted.local_step)
+        self.counters.count(rank, True, admitted.receipt.lag)
         self.put_record(rank, admitted.parity, admitted.record)
 
     def abandon(self, rank: int, admitted: Admitted) -> None:
@@ -329,8 +320,7 @@ class AdmissionProtocol:
         state = self.state()
         if state.step <= step:
             members = self.membership
-            num_left = members.num_left(members.changes())
-            return self.missing(members.quorum(required, num_left))
+            return self.missing(members.quorum(required, members.changes()))
         writing = self.open_intents(1 - state.parity)
         return self.unfinished(1 - state.parity) if writing else None
 

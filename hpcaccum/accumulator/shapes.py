@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from hpcaccum.accumulator.settings import (
     MAX_DIMS,
@@ -21,13 +21,6 @@ if TYPE_CHECKING:
     from hpcaccum.mpi import AtomicWords
 
 
-class Offer(NamedTuple):
-    """The shape of a gradient, or of its rows, and why it fits no round, if so."""
-
-    shape: Shape
-    misfit: str | None
-
-
 class Shapes:
     """Which shapes the gradients of an accumulator may have.
 
@@ -43,13 +36,11 @@ class Shapes:
         self._settings, self._what, self._table = settings, what, table
         self.only = known(settings.shape) if settings.has_one_shape else None
 
-    def offer(self, grad: Any) -> Offer:
-        """Return what the admission knows of a gradient."""
-        shape = grad.shape
-        return Offer(shape, None if shape == self.only else self._misfit(grad))
-
-    def _misfit(self, grad: Any) -> str | None:
+    def misfit(self, grad: Any) -> str | None:
+        """Return why a gradient fits no round; None if it may fit one."""
         shape, declared = grad.shape, self._settings.shape
+        if shape == self.only:
+            return None
         if not compatible(shape, declared):
             expected = f"shape {declared}"
         elif len(shape) > MAX_DIMS:
@@ -60,16 +51,15 @@ class Shapes:
             return None
         return f"gradient must have {expected}, got shape {shape}"
 
-    def number(self, offer: Offer, of_round: int) -> int:
+    def number(self, shape: Shape, misfit: str | None, of_round: int) -> int:
         """Return the number of a gradient's shape, if it fits a round of one, or 0."""
-        misfit = offer.misfit
-        if of_round and offer.shape != (expected := self._table.shape(of_round)):
-            misfit = self._unlike(expected, offer.shape)
+        if of_round and shape != (expected := self._table.shape(of_round)):
+            misfit = self._unlike(expected, shape)
         if misfit is not None:
             raise InvalidArgumentError(f"{self._what}: {misfit}")
         if self.only is not None:
             return 0
-        return of_round or self._table.number(offer.shape)
+        return of_round or self._table.number(shape)
 
     def _unlike(self, expected: Shape, shape: Shape) -> str:
         """Return why a shape does not fit a round."""
@@ -107,7 +97,8 @@ class RowShapes(Shapes):
     admit all values.
     """
 
-    def _misfit(self, grad: RowGradient) -> str | None:
+    def misfit(self, grad: RowGradient) -> str | None:
+        """See `Shapes.misfit`; ``grad.shape`` is that of a row."""
         settings, declared = self._settings, self._settings.shape or ()
         dense, indices = grad.slices.dense_shape, grad.rows.indices
         row, width = grad.shape, declared[1:]

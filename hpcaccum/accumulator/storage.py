@@ -74,8 +74,8 @@ class Buffers:
         self.is_lost = self.parts.is_lost
         # This rank's buffers.
         self._own = [
-            self.parts.view(self._place(group.rank, index), self._capacity, self._dtype)
-            for index in range(2)
+            self.parts.view(Place(group.rank, begin), self._capacity, self._dtype)
+            for begin in (0, self._stride)
         ]
         # Whether the agent of this node may have copies.
         self._has_copies = self.parts.is_here(settings.host)
@@ -94,9 +94,6 @@ class Buffers:
             nbytes, whole = 2 * self._stride, np.dtype(np.uint8)
             memory = self.parts.view(Place(self._rank, 0), nbytes, whole)
             self._pinned = device.Pinned(memory)
-
-    def _place(self, rank: int, index: int, factor: float = 1.0) -> Place:
-        return Place(rank, index * self._stride, factor)
 
     def clear(self, parity: int, size: int | None) -> None:
         """Do nothing: the first gradient of a round overwrites."""
@@ -195,7 +192,10 @@ class Buffers:
     def batch(self, closed: Closed, divisor: float) -> Batch:
         """Return the gradients of a round, which stay where they are."""
         records = closed.records.items()
-        places = [self._place(r, each.buffer, each.factor) for r, each in records]
+        places = [
+            Place(rank, record.buffer * self._stride, record.factor)
+            for rank, record in records
+        ]
         copied = [rank for rank, record in records if record.copied & self._has_copies]
         return Batch(self.parts, places, self._dtype, divisor, closed.step, copied)
 
@@ -213,7 +213,7 @@ class Buffers:
             data: Array = np.frombuffer(contents, self._dtype)
             self._own[index][: data.size] = data
         else:
-            self.parts.keep(self._place(rank, index), contents)
+            self.parts.keep(Place(rank, index * self._stride), contents)
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,8 @@ class Take:
             if self._at_least is None:
                 return None
             number, least = self._protocol.state().number, self._at_least
-            if number < self._quorum(least, self._protocol.membership.changes()):
+            members = self._protocol.membership
+            if number < members.quorum(least, members.changes()):
                 return None
             self._required = least
         elif self._closing is None:
@@ -171,10 +172,10 @@ class Take:
 
     def _begin(self) -> State | None:
         """Close a round; if it has too few gradients, have writers close it."""
-        protocol = self._protocol
+        protocol, members = self._protocol, self._protocol.membership
         while True:
-            self._changes = protocol.membership.changes()
-            wanted = self._quorum(self._required, self._changes)
+            self._changes = members.changes()
+            wanted = members.quorum(self._required, self._changes)
             state = protocol.state()
             closing = state._replace(number=max(wanted, state.number), waiting=0)
             # Before the swap, so that another take can complete this one.
@@ -188,10 +189,6 @@ class Take:
             if protocol.swap(state, state._replace(waiting=1, number=missing)):
                 self._request, self._seen = closing, []
                 return None
-
-    def _quorum(self, number: int, changes: int) -> int:
-        members = self._protocol.membership
-        return members.quorum(number, members.num_left(changes))
 
     def _is_open(self) -> bool:
         """Whether writers may still close the round, and no rank has left since."""

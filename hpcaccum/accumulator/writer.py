@@ -86,7 +86,7 @@ class Writer:
                 admitted = self._admit(grad, slot)
                 if admitted.record:
                     self._write(grad, admitted, slot)
-                return None if admitted.accepted is None else admitted.receipt()
+                return admitted.receipt
             except InvalidArgumentError:
                 # Raised before the gradient was admitted.
                 raise
@@ -99,7 +99,10 @@ class Writer:
                         self._settle(grace(self._call))
                 raise
 
-    @traced("admission", lambda _, admitted: admitted.receipt().shown())
+    @traced(
+        "admission",
+        lambda _, found: {} if found.receipt is None else found.receipt.shown(),
+    )
     def _admit(self, grad: Gradient, slot: int | None) -> Admitted:
         """Have a gradient admitted, or dropped."""
         if self._agent is not None:
@@ -111,15 +114,13 @@ class Writer:
             buffers.check_room(array, step)
         in_place = slot is not None and buffers.is_in(array, slot)
         fresh = (slot, slot) if in_place else buffers.fresh(slot)
-        offer, sent = self._protocol.shapes.offer(array), None
+        misfit, sent = self._protocol.shapes.misfit(array), None
+        request = Request(step, weight, array.shape, misfit, fresh, in_place)
         if self._calls is None:
-            request = Request(step, weight, offer, fresh, in_place)
             return self._protocol.admit(self._rank, request)
-        if not offer.misfit:
-            sent = storage.short(grad.source)
-        # The copy of the agent counts.
-        arrived = in_place or sent is not None
-        request = Request(step, weight, offer, fresh, arrived, sent)
+        if not misfit and (sent := storage.short(grad.source)) is not None:
+            # The copy of the agent counts.
+            request = request._replace(in_place=True, contents=sent)
         call = self._calls.admit(request)
         admitted: Admitted = self._answer(Unanswered(call, slot, sent))
         self._put(admitted, sent)
@@ -128,10 +129,11 @@ class Writer:
     def _write(self, grad: Gradient, admitted: Admitted, slot: int | None) -> None:
         """Write a gradient that is admitted, unless it is in place; publish it."""
         assert admitted.record is not None
+        assert admitted.receipt is not None
         if not admitted.complete:
-            weight, before = admitted.factor * grad.weight, admitted.before
-            index, parity = admitted.record.buffer, admitted.parity
-            self._storage.write(parity, index, grad.source, weight, before)
+            weight = admitted.receipt.factor * grad.weight
+            index, before = admitted.record.buffer, admitted.before
+            self._storage.write(admitted.parity, index, grad.source, weight, before)
         self._buffers.note_admitted(admitted, slot)
         if self._calls is None:
             self._protocol.arrive(self._rank, admitted)
@@ -164,7 +166,7 @@ class Writer:
         except InvalidArgumentError:
             return
         # True is the answer to one that was in place.
-        if admitted is True or not admitted.accepted:
+        if admitted is True or not admitted.receipt:
             return
         if admitted.complete:
             self._put(admitted, sent)
