@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from hpcaccum import device
-from hpcaccum.accumulator.one_thread import OneThread
 from hpcaccum.accumulator.receipts import MAX_LAG, Receipt, Tally
 from hpcaccum.accumulator.state import admits
+from hpcaccum.accumulator.turns import OneThread
 from hpcaccum.arguments import positive_count, step_number
 from hpcaccum.deadline import Deadline
 from hpcaccum.mpi import Freeable

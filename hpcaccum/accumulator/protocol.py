@@ -33,7 +33,7 @@ from hpcaccum.accumulator.receipts import Counters, Receipt
 from hpcaccum.accumulator.settings import SUM
 from hpcaccum.accumulator.shapes import RowShapes, Shapes, ShapeTable
 from hpcaccum.accumulator.state import Packing, Record, State, WordLayout, admits
-from hpcaccum.accumulator.ticket_lock import TicketLock
+from hpcaccum.accumulator.turns import TicketLock
 from hpcaccum.errors import InvalidArgumentError, format_ranks
 from hpcaccum.mpi import bits
 from hpcaccum.nodes import words_of

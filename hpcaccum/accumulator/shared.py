@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from hpcaccum.accumulator.host_calls import HostCalls
-from hpcaccum.accumulator.one_thread import OneThread
 from hpcaccum.accumulator.protocol import AdmissionProtocol
 from hpcaccum.accumulator.settings import Settings
 from hpcaccum.accumulator.storage import make_storage
 from hpcaccum.accumulator.take import Take
+from hpcaccum.accumulator.turns import OneThread
 from hpcaccum.accumulator.writer import Writer
 from hpcaccum.errors import InvalidArgumentError, LostRankError, WaitTimeoutError
 from hpcaccum.mpi import Freeable, Group, is_ending

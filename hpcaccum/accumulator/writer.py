@@ -6,8 +6,8 @@ import contextlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcaccum.accumulator.buffers import OTHER_THREAD, RankBuffers
-from hpcaccum.accumulator.one_thread import OneThread
 from hpcaccum.accumulator.protocol import Request
+from hpcaccum.accumulator.turns import OneThread
 from hpcaccum.deadline import Deadline, grace
 from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError
 from hpcaccum.spans import traced

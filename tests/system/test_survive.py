@@ -28,7 +28,7 @@ import os, signal, sys, time
 import numpy as np
 import hpcaccum as hpc
 from hpcaccum import testing
-from hpcaccum.accumulator import host_calls, protocol, storage, take, ticket_lock
+from hpcaccum.accumulator import host_calls, protocol, storage, take, turns
 from hpcaccum.mpi.memory import atomic_words
 from hpcaccum.nodes import calls as requests
 from hpcaccum.server import node_update, update_queue
@@ -146,7 +146,7 @@ WRITE = [
     ("protocol.AdmissionProtocol.put_record", "after"),
 ]
 TAKE = [
-    ("ticket_lock.TicketLock.draw", "after"),
+    ("turns.TicketLock.draw", "after"),
     ("protocol.AdmissionProtocol.put_closing", "after"),
     ("protocol.AdmissionProtocol.swap", "after"),
     ("take.Take._found", "after"),
