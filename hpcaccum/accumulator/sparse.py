@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator.state import Closed
     from hpcaccum.deadline import Deadline
     from hpcaccum.dtypes import Array
-    from hpcaccum.rows import Rows
 
 
 class SparseGradient(NamedTuple):
@@ -237,7 +236,11 @@ class SparseConditionalAccumulator(Accumulator):
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):
             rows = storage.total_rows(closed, math.prod(row), deadline)
-            values = self._divided(rows)
+            values = rows.values
+            if self._settings.reduction == "MEAN" and (rows.weights != 1).any():
+                values = values / rows.weights[:, None].astype(values.dtype)
+            # A copy, as those of a single gradient lie in its buffer.
+            values = values.astype(self.dtype)
         declared = self._settings.shape or (None,)
         length = -1 if declared[0] is None else declared[0]
         taken = SparseGradient(
@@ -247,13 +250,6 @@ class SparseConditionalAccumulator(Accumulator):
         )
         # If the copy fails, the next take returns these rows.
         return _to_device(taken) if target else taken
-
-    def _divided(self, rows: Rows) -> Array:
-        """Return the values, divided by the weights if the mean is wanted; a copy."""
-        values = rows.values
-        if self._settings.reduction == "MEAN" and (rows.weights != 1).any():
-            values = values / rows.weights[:, None].astype(values.dtype)
-        return values.astype(self.dtype)
 
 
 def _to_device(taken: SparseGradient) -> SparseGradient:
