@@ -98,17 +98,20 @@ def admit(accumulator: Any, local_step: int = 0) -> Callable[[Any], None]:
     Of an accumulator of float64 vectors of 2, to which this rank gives nothing else.
     """
     protocol, storage = accumulator._protocol, accumulator._storage
-    shared, offer = accumulator._shared, protocol.shapes.offer(np.zeros(2))
-    calls, request = shared.calls, Request(local_step, 1.0, (0, 0), False, offer)
-    if calls is None or calls.near:
-        admitted = protocol.admit(shared.group.rank, request, lambda: offer)
+    request = Request(local_step, 1.0, (2,), None, (0, 0), False)
+    calls, rank = accumulator._shared.calls, accumulator._shared.group.rank
+    if near := calls is None or calls.near:
+        admitted = protocol.admit(rank, request)
     else:
         admitted = calls.admit(request).result()
-    assert admitted.accepted
+    assert admitted.receipt
 
     def write(gradient: Any) -> None:
         storage.write(admitted.parity, 0, np.array(gradient, float), 1.0, None)
-        shared.writer._arrive(admitted)
+        if near:
+            protocol.arrive(rank, admitted)
+        else:
+            calls.arrive(admitted).result()
 
     return write
 
@@ -159,7 +162,7 @@ def before_records(owner: Any, call: Callable[[], object]) -> Any:
         return _before(
             accumulator._protocol, "arrive", lambda rank, _: rank == mine and call()
         )
-    return _before(shared.writer, "_arrive", lambda _: call())
+    return _before(shared.calls, "arrive", lambda _: call())
 
 
 def _accumulator(owner: Any) -> Any:

@@ -5,9 +5,9 @@
 
 A gradient: `writer` has it admitted by the `protocol`, or by an agent if the words are
     on another node (`host_calls`), and writes it to one of the rank's `buffers`
-    in the `storage`. `one_thread` lets the threads of a rank write in turn.
-A take: `taker` closes the round, and a `batch` has the gradients that are summed.
-Words: `membership`, `ticket_lock`, `receipts` and `shapes` keep their state in words;
+    in the `storage`. The threads of a rank write in turn (`turns`).
+A take: `take` closes the round, and a `batch` has the gradients that are summed.
+Words: `membership`, `turns`, `receipts` and `shapes` keep their state in words;
     `state` assigns these, and packs those of the protocol. `settings` has the checked
     arguments.
 

@@ -52,7 +52,8 @@ class Batch:
     @property
     def is_local(self) -> bool:
         """Whether all vectors lie on this node."""
-        return all(self.parts.is_here(place.rank) for place in self.places)
+        parts = self.parts
+        return parts.mapped or all(parts.is_here(each.rank) for each in self.places)
 
     @property
     def factors(self) -> list[float]:
@@ -71,8 +72,8 @@ class Batch:
         if self.is_local:
             parts = self.views(out.size)
             add_in_order(parts, out, self.divisor, threads, self.factors)
-            return
-        add_in_order([self.collect(out.size, deadline)], out, 1, threads)
+        else:
+            add_in_order([self.collect(out.size, deadline)], out, 1, threads)
 
     def collect(self, count: int, deadline: Deadline) -> Array:
         """Return the weighted sum, divided by `divisor`; between nodes only.
@@ -100,14 +101,14 @@ class Batch:
         nbytes = (place.end - place.begin) * self.dtype.itemsize
         if self.parts.is_here(rank):
             return self.parts.view(Place(rank, begin), nbytes, _BYTES)
-        first = self._fetch(rank, begin, min(_FIRST, nbytes), deadline)
+
+        def fetch(begin: int, nbytes: int) -> Array:
+            one = Batch(self.parts, [Place(rank, begin)], _BYTES, 1)
+            return np.array(one.collect(nbytes, deadline))
+
+        first = fetch(begin, min(_FIRST, nbytes))
         used = place.used(first)
         if used <= first.size:
             return first
-        begin, more = begin + first.size, used - first.size
-        return np.concatenate([first, self._fetch(rank, begin, more, deadline)])
-
-    def _fetch(self, rank: int, begin: int, nbytes: int, deadline: Deadline) -> Array:
-        """Return a copy of bytes of another node."""
-        one = Batch(self.parts, [Place(rank, begin)], _BYTES, 1)
-        return np.array(one.collect(nbytes, deadline))
+        more = fetch(begin + first.size, used - first.size)
+        return np.concatenate([first, more])

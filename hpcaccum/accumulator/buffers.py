@@ -6,6 +6,7 @@ import math
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpcaccum.accumulator.state import admits
 from hpcaccum.device import is_device
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.overlap import overlap, same_elements
@@ -46,9 +47,9 @@ class RankBuffers:
         self._lent: dict[int, Lent] = {}
         self._slots: dict[int, Array] = {}
 
-    def is_in(self, array: Any, slot: int | None) -> bool:
-        """Whether a gradient is in its buffer already: in ``slot``, and all of it."""
-        return slot is not None and same_elements(array, self._lent[slot].array)
+    def is_in(self, array: Any, slot: int) -> bool:
+        """Whether a gradient that is in a slot is all of it."""
+        return same_elements(array, self._lent[slot].array)
 
     def fresh(self, slot: int | None) -> tuple[int | None, int | None]:
         """Return the first buffer for a round of each parity; None if there is none.
@@ -75,7 +76,9 @@ class RankBuffers:
     def note_admitted(self, admitted: Admitted, slot: int | None) -> None:
         """Note a gradient in the open round; take back slots of the calling thread."""
         parity = self._last_parity = admitted.parity
-        self._records[parity], self._steps[parity] = admitted.record, admitted.step
+        assert admitted.receipt is not None
+        self._records[parity] = admitted.record
+        self._steps[parity] = admitted.receipt.global_step
         if self._lent:
             for index in self._lent.keys() - self._of_others(slot):
                 self._take_back(index)
@@ -114,9 +117,8 @@ class RankBuffers:
 
         def joins() -> bool:
             state = protocol.state()
-            fits = protocol.admits(state.step, local_step)
-            is_open = state.parity == parity and fits
-            return is_open and protocol.holds_gradient(parity)
+            is_open = state.parity == parity and protocol.holds_gradient(parity)
+            return is_open and bool(admits(state.step, local_step, protocol.max_lag))
 
         self._storage.check_room(record.buffer, grad, joins)
 

@@ -16,7 +16,6 @@ from hpcaccum.arguments import (
 )
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import copyto, is_device
-from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.mpi import Group, group_of
 from hpcaccum.rows import IndexedSlices
 
@@ -138,9 +137,9 @@ class ConditionalAccumulator(Accumulator):
         self._check_open()
         step = step_number(local_step, "local_step")
         if isinstance(grad, IndexedSlices):
-            grad = grad.to_dense(accumulation_dtype(self.dtype))
-        array = gradient_array(grad, self.dtype)
-        number = positive_weight(weight, accumulation_dtype(self.dtype))
+            grad = grad.to_dense(self._wide)
+        array = gradient_array(grad, self._settings.dtype)
+        number = positive_weight(weight, self._wide)
         return self._shared.writer.submit(array, step, number)
 
     def slot(
@@ -247,17 +246,15 @@ class ConditionalAccumulator(Accumulator):
         only_shape = self._protocol.shapes.only
         if out is not None and only_shape is not None:
             result_array(out, self.dtype, only_shape)
-        return self._take(
-            num_required,
-            at_least,
-            timeout,
-            lambda closed, deadline: self._reduce(closed, out, deadline),
-        )
+        return self._take(num_required, at_least, timeout, out)
 
-    def _reduce(self, closed: Closed, out: Array | None, deadline: Deadline) -> Array:
+    def _reduce(
+        self, closed: Closed, target: Array | None, deadline: Deadline
+    ) -> Array:
         shape = self._protocol.shapes.shape(closed.shape)
-        found = result_array(out, self.dtype, shape)
-        result = np.empty(shape, self.dtype) if is_device(found) else found
+        dtype = self._settings.dtype
+        found = result_array(target, dtype, shape)
+        result = np.empty(shape, dtype) if is_device(found) else found
         flat = result.reshape(-1)
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):

@@ -251,17 +251,11 @@ class DeviceAccumulator(AccumulatorOnDevice):
                 f"{type(given).__name__}"
             )
         if given.keys() != self._layout.shapes.keys():
-            raise InvalidArgumentError(f"{text} must have {self._difference(given)}")
+            lacks = [f"an array {name!r}" for name in self._layout if name not in given]
+            extra = [f"no array {name!r}" for name in given if name not in self._layout]
+            raise InvalidArgumentError(f"{text} must have {[*lacks, *extra][0]}")
         arrays = {name: given[name] for name in self._layout.shapes}
         return arrays, self._table.checked(text, arrays, dtypes)
-
-    def _difference(self, given: Mapping[str, Any]) -> str:
-        """Describe the first name that is missing, or else superfluous."""
-        missing = [name for name in self._layout if name not in given]
-        if missing:
-            return f"an array {missing[0]!r}"
-        extra = next(name for name in given if name not in self._layout.shapes)
-        return f"no array {extra!r}"
 
 
 class _Norm:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from hpcaccum import device
-from hpcaccum.accumulator.one_thread import OneThread
 from hpcaccum.accumulator.receipts import MAX_LAG, Receipt, Tally
+from hpcaccum.accumulator.state import admits
+from hpcaccum.accumulator.turns import OneThread
 from hpcaccum.arguments import positive_count, step_number
 from hpcaccum.deadline import Deadline
 from hpcaccum.mpi import Freeable
@@ -85,7 +86,8 @@ class AccumulatorOnDevice(Freeable):
         self._state = _State()
         # The event after each turn, and the arrays that it reads or None, oldest first.
         self._reads: deque[tuple[Any, Any]] = deque()
-        self._last = _record(device.current_stream())
+        self._last = device.new_event()
+        device.current_stream().record(self._last)
 
     @property
     def name(self) -> str:
@@ -144,7 +146,8 @@ class AccumulatorOnDevice(Freeable):
         with self._calls.hold("apply_grad"):
             self._check_here()
             state = self._state
-            receipt = Receipt(local_step >= state.step, local_step, state.step)
+            accepted = bool(admits(state.step, local_step))
+            receipt = Receipt(accepted, local_step, state.step)
             if receipt:
                 first = state.accumulated == 0
                 self._in_turn(lambda: prepare(first)(), arrays)
@@ -197,7 +200,8 @@ class AccumulatorOnDevice(Freeable):
             return work()
         finally:
             # Also after an error: something may have been queued.
-            self._last = _record(stream, event)
+            self._last = device.new_event() if event is None else event
+            stream.record(self._last)
             self._reads.append((self._last, reads))
 
     def _check_here(self) -> None:
@@ -220,11 +224,3 @@ class AccumulatorOnDevice(Freeable):
     def _clear(self) -> None:
         """Drop all arrays on the device."""
         raise NotImplementedError
-
-
-def _record(stream: Any, event: Any = None) -> Any:
-    """Return an event after all that is queued on a stream."""
-    if event is None:
-        event = device.new_event()
-    stream.record(event)
-    return event

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import warnings
@@ -13,8 +14,10 @@ from hpcaccum.accumulator.receipts import Tally
 from hpcaccum.accumulator.shared import AccumulatorStatistics, SharedAccumulator
 from hpcaccum.arguments import positive_count, step_number
 from hpcaccum.deadline import Deadline
+from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import FreedError, InvalidArgumentError
 from hpcaccum.mpi import Freeable
+from hpcaccum.nodes import LostNodeError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,6 +77,8 @@ class Accumulator(Freeable):
         self._name, self._number = name, next(self._numbers)
         self._shared = shared = SharedAccumulator.attach(group, settings, name)
         self._settings = shared.settings
+        # Gradients are summed in it.
+        self._wide = accumulation_dtype(settings.dtype)
         self._protocol, self._storage = shared.protocol, shared.storage
 
     def __repr__(self) -> str:
@@ -115,10 +120,9 @@ class Accumulator(Freeable):
         num_required: SupportsIndex,
         at_least: SupportsIndex | None,
         timeout: float | None,
-        reduce: Callable[[Closed, Deadline], T],
-    ) -> Taken[T]:
-        """Take as `Taker.take` does; ``reduce`` also gets the deadline."""
-        self._check_open()
+        target: Any,
+    ) -> Taken[Any]:
+        """Take a round; see `_reduce` about ``target``."""
         required = self._required(num_required)
         least = None if at_least is None else positive_count(at_least, "at_least")
         if least is not None and least > required:
@@ -126,14 +130,21 @@ class Accumulator(Freeable):
                 f"at_least must be at most num_required, {required}, got {least}"
             )
         deadline = Deadline(timeout, f"{self._name}: take_grad({required})")
+        shared = self._shared
         # A take would wait for a gradient that this rank has not completed.
-        self._shared.writer.finish(deadline)
+        shared.writer.finish(deadline)
+        while True:
+            # If a node with gradients of the round is lost, the others are taken.
+            with (
+                contextlib.suppress(LostNodeError),
+                shared.hold_round(required, deadline, at_least=least) as closed,
+            ):
+                value = self._reduce(closed, target, deadline)
+                return Taken(value, closed.count, closed.weight, closed.step)
 
-        def taken(closed: Closed) -> Taken[T]:
-            value = reduce(closed, deadline)
-            return Taken(value, closed.count, closed.weight, closed.step)
-
-        return self._shared.take(required, least, deadline, taken)
+    def _reduce(self, closed: Closed, target: Any, deadline: Deadline) -> Any:
+        """Return the reduction of a round, where the caller of a take wants it."""
+        raise NotImplementedError
 
     def _required(self, num_required: SupportsIndex) -> int:
         required = positive_count(num_required, "num_required")
@@ -223,7 +234,11 @@ class Accumulator(Freeable):
         def begin() -> Tally | None:
             if group.rank != host:
                 return None
-            step, tally = _counts(snapshot)
+            if not isinstance(snapshot, Mapping) or "global_step" not in snapshot:
+                found = "None" if snapshot is None else f"a {type(snapshot).__name__}"
+                raise TypeError(f"snapshot must come from an accumulator, got {found}")
+            step = step_number(snapshot["global_step"], "global_step")
+            tally = Tally.of_lists(snapshot.get("tally", {}))
             self._protocol.set_step(step)
             return tally
 
@@ -236,7 +251,7 @@ class Accumulator(Freeable):
 
     def _check_open(self) -> None:
         # The end of the program frees what handles share, not the handles.
-        if self._freed or self._shared.freed:
+        if self._freed or self._shared._freed:
             raise FreedError(f"{self._describe()} was freed")
 
     def __del__(self) -> None:
@@ -265,12 +280,3 @@ class Accumulator(Freeable):
 
     def _free(self) -> None:
         self._shared.detach()
-
-
-def _counts(snapshot: Any) -> tuple[int, Tally]:
-    """Return the step and the tally of a snapshot."""
-    if not isinstance(snapshot, Mapping) or "global_step" not in snapshot:
-        found = "None" if snapshot is None else f"a {type(snapshot).__name__}"
-        raise TypeError(f"snapshot must come from an accumulator, got {found}")
-    step = step_number(snapshot["global_step"], "global_step")
-    return step, Tally.of_lists(snapshot.get("tally", {}))

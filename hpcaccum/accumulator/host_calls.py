@@ -16,26 +16,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import TYPE_CHECKING, Any, TypeVar
+import math
+from typing import TYPE_CHECKING, Any
 
 from hpcaccum.accumulator.protocol import Request
-from hpcaccum.accumulator.settings import size_of
+from hpcaccum.accumulator.take import Take
 from hpcaccum.deadline import Deadline, grace
 from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError
-from hpcaccum.nodes import Calls, LostNodeError
+from hpcaccum.nodes import Calls
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Generator, Iterator
 
     from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted
     from hpcaccum.accumulator.state import Closed
     from hpcaccum.accumulator.storage import Storage
-    from hpcaccum.accumulator.taker import Taker, Wait, Waits
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import Call
-
-T = TypeVar("T")
 
 
 class HostCalls(Calls):
@@ -46,15 +44,13 @@ class HostCalls(Calls):
         group: Group,
         protocol: AdmissionProtocol,
         storage: Storage,
-        taker: Taker,
         what: str,
     ) -> None:
-        self._protocol, self._storage, self._taker = protocol, storage, taker
+        self._protocol, self._storage = protocol, storage
         # The end of the last take, if its answer has not come.
         self._leaving: Call | None = None
-        # On the agent, by rank: what its take waits for, and what it has closed.
-        self._waits: dict[int, Wait | None] = {}
-        self._closed: dict[int, Closed] = {}
+        # On the agent, by rank: its take, until it has ended.
+        self._takes: dict[int, Take] = {}
         # The ranks that want their takes to end.
         self._given_up: set[int] = set()
         # Last: other ranks may call at once.
@@ -72,7 +68,7 @@ class HostCalls(Calls):
     def arrive(self, admitted: Admitted) -> Call:
         """Begin to publish that a gradient is in place."""
         assert admitted.record is not None
-        contents = self._storage.short(admitted.record.buffer)
+        contents = self._storage.short(self._storage.buffer(admitted.record.buffer))
         self._protocol.words.sync()
         return self.begin("arrive", admitted, contents)
 
@@ -80,41 +76,31 @@ class HostCalls(Calls):
         """Begin to publish that a gradient does not come."""
         return self.begin("abandon", admitted)
 
-    def take(
-        self,
-        required: int,
-        at_least: int | None,
-        deadline: Deadline,
-        reduce: Callable[[Closed], T],
-    ) -> T:
-        """Do as `Taker.take`."""
-        with self._taker.inside.hold("take_grad", deadline):
-            if self._leaving is not None:
-                self._leaving.result(deadline, self.missing)
+    @contextlib.contextmanager
+    def hold_round(
+        self, required: int, deadline: Deadline, at_least: int | None
+    ) -> Iterator[Closed]:
+        """Do as `SharedAccumulator.hold_round`."""
+        if self._leaving is not None:
+            self._leaving.result(deadline, self.missing)
+            self._leaving = None
+        end = "leave"
+        try:
+            yield self._close(required, at_least, deadline)
+            end = "complete"
+        finally:
+            self._leaving = self.begin(end)
+            # Wait for a moment at most.
+            with contextlib.suppress(WaitTimeoutError):
+                self._leaving.result(grace(self.what))
                 self._leaving = None
-            again, end = False, "leave"
-            try:
-                while True:
-                    closed = self._close(required, at_least, again, deadline)
-                    try:
-                        result = reduce(closed)
-                    except LostNodeError:
-                        # Again, without the gradients that were there.
-                        again = True
-                    else:
-                        end = "complete"
-                        return result
-            finally:
-                self._end_take(end)
 
     @traced("take")
-    def _close(
-        self, required: int, at_least: int | None, again: bool, deadline: Deadline
-    ) -> Closed:
+    def _close(self, required: int, at_least: int | None, deadline: Deadline) -> Closed:
         """Return a closed round."""
-        call = self.begin("take", required, at_least, again)
+        call = self.begin("take", required, at_least)
         try:
-            closed = call.result(deadline, self._awaited)
+            closed = call.result(deadline, lambda: str(self.call("missing")))
         except WaitTimeoutError as error:
             if error is call.answer:
                 raise
@@ -135,17 +121,6 @@ class HostCalls(Calls):
         except WaitTimeoutError:
             return None
 
-    def _awaited(self) -> str:
-        """Return what the take of this rank waits for, for messages."""
-        return str(self.call("missing"))
-
-    def _end_take(self, end: str) -> None:
-        """End the take of this rank; wait for a moment at most."""
-        self._leaving = self.begin(end)
-        with contextlib.suppress(WaitTimeoutError):
-            self._leaving.result(grace(self.what))
-            self._leaving = None
-
     # The agent
 
     def _serve(self, rank: int, kind: str, *arguments: Any) -> Any:
@@ -154,13 +129,11 @@ class HostCalls(Calls):
 
     def _admit(self, rank: int, *parts: Any) -> Admitted:
         request = Request(*parts)
-        offer, contents = request.offer, request.contents
-        assert offer is not None
-        admitted = self._protocol.admit(rank, request, lambda: offer)
+        admitted = self._protocol.admit(rank, request)
         if admitted.complete:
             assert admitted.record is not None
-            if contents is not None:
-                self._storage.keep(rank, admitted.record.buffer, contents)
+            if request.contents is not None:
+                self._storage.keep(rank, admitted.record.buffer, request.contents)
             self._protocol.arrive(rank, admitted)
         return admitted
 
@@ -175,65 +148,39 @@ class HostCalls(Calls):
         self._protocol.abandon(rank, admitted)
 
     def _take(
-        self, rank: int, required: int, at_least: int | None, again: bool
+        self, rank: int, required: int, at_least: int | None
     ) -> Generator[bool, None, Closed]:
-        self._waits[rank] = None
-        waits = self._closing(rank, required, at_least, again)
+        take = Take(self._protocol, self._storage, rank, required, at_least)
+        self._takes[rank], late = take, None
         try:
-            self._closed[rank] = yield from self._run(rank, waits)
-        except BaseException:
-            self._protocol.take_lock.leave(rank)
+            while (closed := take.look()) is None:
+                if rank in self._given_up and (late is None or late.expired):
+                    limit = Deadline(0, self.what)
+                    late = take.expire(limit) if late is None else None
+                    if late is None:
+                        text = f"rank {rank} does not wait any more"
+                        raise WaitTimeoutError(f"{self.what}: {text}")
+                    continue
+                yield False
+                # No later step of it comes after this.
+                self._protocol.membership.check_counts(rank)
+        except BaseException as error:
+            del self._takes[rank]
+            # The next take withdraws the request of one whose rank is dead.
+            take.leave(withdraws=isinstance(error, WaitTimeoutError))
             raise
-        finally:
-            waits.close()
-            del self._waits[rank]
-        return self._closed[rank]
-
-    def _closing(
-        self, rank: int, required: int, at_least: int | None, again: bool
-    ) -> Waits[Closed]:
-        """Close a round for a rank, which has its turn if ``again``."""
-        taker, storage, shapes = self._taker, self._storage, self._protocol.shapes
-        if not again:
-            yield from taker.turn(rank)
-        closed = yield from taker.close(required, at_least)
-        count = size_of(shapes.shape(closed.shape))
-        return dataclasses.replace(closed, total=storage.short_total(closed, count))
-
-    def _run(self, rank: int, waits: Waits[T]) -> Generator[bool, None, T]:
-        """Run a take of a rank; yield while it waits."""
-        proceed: Callable[[Any], Wait] = waits.send
-        found: Any = None
-        while True:
-            try:
-                wait = proceed(found)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
-            self._waits[rank] = wait
-            least = Deadline(wait.seconds, self.what)
-            try:
-                while (found := wait.look()) is None:
-                    if least.expired:
-                        self._check_wanted(rank)
-                    yield False
-                    # No later step of it comes after this.
-                    self._protocol.membership.check_counts(rank)
-                proceed = waits.send
-            except WaitTimeoutError as error:
-                proceed, found = waits.throw, error
-
-    def _check_wanted(self, rank: int) -> None:
-        if rank in self._given_up:
-            raise WaitTimeoutError(f"{self.what}: rank {rank} does not wait any more")
+        shape = self._protocol.shapes.shape(closed.shape)
+        total = self._storage.short_total(closed, math.prod(shape))
+        return dataclasses.replace(closed, total=total)
 
     def _missing(self, rank: int) -> str:
-        wait = self._waits.get(rank)
-        return self.missing() if wait is None else wait.missing()
+        take = self._takes.get(rank)
+        return self.missing() if take is None else take.missing()
 
     def _give_up(self, rank: int) -> Generator[bool, None, bool]:
         """Have a take of a rank end at its next wait."""
         self._given_up.add(rank)
-        while rank in self._waits:
+        while rank in self._takes and self._takes[rank].closed is None:
             yield False
         self._given_up.discard(rank)
         return True
@@ -241,13 +188,14 @@ class HostCalls(Calls):
     def _leave(self, rank: int) -> Generator[bool, None, bool]:
         """End a take of a rank."""
         yield from self._give_up(rank)
-        self._closed.pop(rank, None)
+        self._takes.pop(rank, None)
         self._protocol.take_lock.leave(rank)
         return True
 
     def _complete(self, rank: int) -> None:
-        self._taker.complete(rank, self._closed.pop(rank))
-        self._protocol.take_lock.leave(rank)
+        take = self._takes.pop(rank)
+        take.complete()
+        take.leave()
 
     def _lose(self, _: int, rank: int) -> None:
         self._protocol.membership.lose_rank(rank)

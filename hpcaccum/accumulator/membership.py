@@ -81,9 +81,9 @@ class Membership:
         """Name ranks in no message: they are not among the workers."""
         self._others.update(ranks)
 
-    def quorum(self, required: int, num_left: int) -> int:
-        """Return how many gradients suffice after ``num_left`` ranks have left."""
-        present = self.workers - num_left
+    def quorum(self, required: int, changes: int) -> int:
+        """Return how many gradients suffice after so many changes."""
+        present = self.workers - self.num_left(changes)
         if required <= self.workers:
             return max(1, min(required, present))
         return max(1, -(-required * present // self.workers))
@@ -94,18 +94,22 @@ class Membership:
 
     def check_present(self, verb: str) -> None:
         """Raise an error if this rank has left, or its object is broken."""
+        if self.has_left:
+            self._refuse(verb)
+        self.check_counts(self._rank)
+
+    def _refuse(self, verb: str) -> None:
+        """Raise the error of a rank that has left, or is lost."""
+        if isinstance(self._broken, LostRankError):
+            raise LostRankError(str(self._broken))
         if self._broken is not None:
-            if isinstance(self._broken, LostRankError):
-                raise LostRankError(str(self._broken))
             raise BrokenObjectError(
                 f"rank {self._rank} can {verb} no more gradients: an exception ended "
                 f"a call, and the rank has left ({self._broken!r})"
             ) from self._broken
-        if self.has_left:
-            raise InvalidArgumentError(
-                f"rank {self._rank} has left and can {verb} no more gradients"
-            )
-        self.check_counts(self._rank)
+        raise InvalidArgumentError(
+            f"rank {self._rank} has left and can {verb} no more gradients"
+        )
 
     def check_counts(self, rank: int) -> None:
         """Raise LostRankError if the others have given a rank up.
@@ -113,7 +117,7 @@ class Membership:
         It was cut off, or stopped. On another node, the agent of the root's tells it.
         """
         words = self._words
-        if words.direct and words.peek(self._base + 1 + rank) == _DEAD:
+        if words.direct and words.memory[self._base + 1 + rank] == _DEAD:
             raise LostRankError(
                 f"rank {rank} was cut off, or stopped: the other ranks have given it "
                 f"up and go on without it"

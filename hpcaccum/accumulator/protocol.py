@@ -20,7 +20,7 @@ closed round, what was admitted and has not arrived is lost, and the take leaves
 All words are on the node of the host, and are changed by its ranks only. For a rank of
 another node, the agent of that node does what the rank would do: see `host_calls`.
 
-`AdmissionProtocol` has the words and what writers do with them; `taker` has what takes
+`AdmissionProtocol` has the words and what writers do with them; `take` has what takes
 do. The protocol is model-checked: tests/model/accumulator.pml.
 """
 
@@ -33,16 +33,13 @@ from hpcaccum.accumulator.receipts import Counters, Receipt
 from hpcaccum.accumulator.settings import SUM
 from hpcaccum.accumulator.shapes import RowShapes, Shapes, ShapeTable
 from hpcaccum.accumulator.state import Packing, Record, State, WordLayout, admits
-from hpcaccum.accumulator.ticket_lock import TicketLock
+from hpcaccum.accumulator.turns import TicketLock
 from hpcaccum.errors import InvalidArgumentError, format_ranks
 from hpcaccum.mpi import bits
 from hpcaccum.nodes import words_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from hpcaccum.accumulator.settings import Settings
-    from hpcaccum.accumulator.shapes import Offer
+    from hpcaccum.accumulator.settings import Settings, Shape
     from hpcaccum.mpi import AtomicWords, Group
 
 # Writes to STATE must not invalidate the cache line of other words.
@@ -67,18 +64,20 @@ class Request(NamedTuple):
     Attributes:
         local_step: The step at which it was computed.
         weight: What it counts.
+        shape, misfit: What decides whether it fits the round: its shape, or that of its
+            rows; and why it fits no round, or None.
         fresh: The first buffer that its rank has for a round, by parity; None if it has
             none at the moment.
         in_place: Whether the gradient is in that buffer, or comes as ``contents``.
-        offer: Of a rank of another node.
         contents: Of the buffer, of which the agent keeps a copy; None if it does not.
     """
 
     local_step: int
     weight: float
+    shape: Shape
+    misfit: str | None
     fresh: tuple[int | None, int | None]
     in_place: bool
-    offer: Offer | None = None
     contents: bytes | None = None
 
 
@@ -86,52 +85,44 @@ class Admitted(NamedTuple):
     """What became of a gradient.
 
     Attributes:
-        accepted: None if it can be neither admitted nor dropped at the moment.
-        local_step: The step at which it was computed.
-        step: The step when it arrived.
+        receipt: None if it can be neither admitted nor dropped at the moment.
         parity: Of the open round.
         before: What its rank had in the round; None if nothing.
         record: What it has, once the gradient is in place.
         complete: Whether it was admitted, and is in place; if not, it must be written.
-        factor: What multiplies its weight.
     """
 
-    accepted: bool | None
-    local_step: int
-    step: int
+    receipt: Receipt | None
     parity: int
     before: Record | None = None
     record: Record | None = None
     complete: bool = False
-    factor: float = 1.0
-
-    def receipt(self) -> Receipt:
-        """Return the receipt."""
-        accepted = bool(self.accepted)
-        return Receipt(accepted, self.local_step, self.step, factor=self.factor)
 
 
 class AdmissionProtocol:
     """The words of one accumulator, and the admission of gradients. Collective.
 
     Attributes:
+        what: What messages begin with.
         words: All words.
         shapes: Which shapes fit a round.
         membership: Which ranks contribute.
         take_lock: Held by the take that has its turn, first come, first served.
         counters: What happened to the gradients of each rank.
+        max_lag: By how many steps a gradient may be late.
         apart: Whether a rank that adds a gradient spoils no more than its own sum.
     """
 
     def __init__(self, group: Group, settings: Settings, what: str) -> None:
         rank, n = group.rank, group.size
-        self._what, self._rank, self._size = what, rank, n
+        self.what, self._rank, self._size = what, rank, n
         self.apart = settings.storage != SUM
-        self._late = settings.late
+        self._late, self.max_lag = settings.late, 1 if settings.late else 0
         self.packing = Packing(shaped=not settings.has_one_shape)
         layout = WordLayout(after=_FIXED)
         members = layout.take(Membership.words(n))
         lock = layout.take(TicketLock.words(n))
+        # By parity, and then by rank.
         self._records = layout.take(2 * n)
         self._weights = layout.take(2 * n)
         self._intents = layout.take(_APART * n, own_lines=True)
@@ -155,70 +146,56 @@ class AdmissionProtocol:
         word = self.packing.pack(old)
         return self.words.compare_and_swap(STATE, word, self.packing.pack(new)) == word
 
-    def changed(self, parity: int, changes: int) -> Callable[[], bool]:
-        """Return what finds out whether another round is open, or ranks have left."""
-        state, members = self.words.watch(STATE), self.words.watch(MEMBERS)
-        unpack = self.packing.unpack
-        return lambda: unpack(state()).parity != parity or members() != changes
-
     def set_step(self, step: int) -> int:
         """Set the step; return what it was before."""
         limit = self.packing.max_first_step
         if abs(step) > limit:
             raise InvalidArgumentError(
-                f"{self._what}: step must be within +-{limit}, got {step}"
+                f"{self.what}: step must be within +-{limit}, got {step}"
             )
         while True:
             state = self.state()
             if self.swap(state, state._replace(step=step)):
                 return state.step
 
-    def free(self) -> None:
-        """Free the words. Collective."""
-        self.words.free()
+    # Admission, on the host's node
 
-    # Admission
-
-    def admits(self, step: int, local_step: int) -> bool:
-        """Whether a gradient of ``local_step`` counts at ``step``."""
-        return bool(admits(step, local_step, 1 if self._late else 0))
-
-    def admit(
-        self, rank: int, request: Request, offer: Callable[[], Offer]
-    ) -> Admitted:
+    def admit(self, rank: int, request: Request) -> Admitted:
         """Admit a gradient of a rank to the open round, or drop it.
 
-        On the host's node only. If the gradient is admitted, `arrive` comes when it is
-        in its buffer.
-
-        Args:
-            rank: Which has no other gradient on its way.
-            request: What it asks for.
-            offer: Returns what decides whether its shape fits.
+        The rank has no other gradient on its way. If this one is admitted, `arrive`
+        comes when it is in its buffer.
 
         Raises:
             InvalidArgumentError: If the shape does not fit, or the round is full.
         """
-        word, offered, local_step = self.words.read(STATE), None, request.local_step
+        words, memory = self.words, self.words.memory
+        word, local_step = words.read(STATE), request.local_step
+        intent = self._intents + _APART * rank
         while True:
             state = self.packing.unpack(word)
             step, parity = state.step, state.parity
-            if not self.admits(step, local_step):
+            if not admits(step, local_step, self.max_lag):
                 self.counters.count(rank, False, step - local_step)
-                return Admitted(False, local_step, step, parity)
-            offered = offered or offer()
-            shape = self._shape_of(offered, state)
-            # Only its rank changes it, and a take before the round is open.
-            held, fresh = self._record_of(parity, rank), request.fresh[parity]
+                return Admitted(Receipt(False, local_step, step), parity)
+            shape = self.shapes.number(request.shape, request.misfit, state.shape)
+            if state.number >= self.packing.max_count and not state.waiting:
+                raise InvalidArgumentError(
+                    f"{self.what}: a round holds at most {self.packing.max_count} "
+                    f"gradients; take them first"
+                )
+            # What the rank has in the round; nobody else changes it until a take.
+            index, fresh = parity * self._size + rank, request.fresh[parity]
+            had = memory[self._records + index]
+            held = Record.of(had, memory[self._weights + index]) if had else None
             if held is None and fresh is None:
-                return Admitted(None, local_step, step, parity)
-            self._set_intent(rank, 1 + parity)
+                return Admitted(None, parity)
+            memory[intent] = 1 + parity
             new = self.packing.pack(state.admitted(shape))
-            found = self.words.compare_and_swap(STATE, word, new)
+            found = words.compare_and_swap(STATE, word, new)
             if found == word:
                 break
-            self.end_intent(rank)
-            word = found
+            memory[intent], word = 0, found
         factor = self._late if local_step < step else 1.0
         weight = factor * request.weight
         if held is None:
@@ -230,46 +207,39 @@ class AdmissionProtocol:
         complete = held is None and request.in_place and self.apart
         if held or not self.apart:
             adding = record._replace(number=record.number - 1, adding=1)
-            self.words.write(self.record_index(parity, rank), adding.word())
-        admitted = True, local_step, step, parity, held, record, complete
-        return Admitted(*admitted, factor)
-
-    def _shape_of(self, offer: Offer, state: State) -> int:
-        """Return the number of a gradient's shape, if it may join the open round."""
-        shape = self.shapes.number(offer, state.shape)
-        if state.number >= self.packing.max_count and not state.waiting:
-            raise InvalidArgumentError(
-                f"{self._what}: a round holds at most {self.packing.max_count} "
-                f"gradients; take them first"
-            )
-        return shape
+            words.write(self._records + index, adding.word())
+        receipt = Receipt(True, local_step, step, factor=factor)
+        return Admitted(receipt, parity, held, record, complete)
 
     def arrive(self, rank: int, admitted: Admitted) -> None:
-        """Publish that a gradient is in place; on the host's node only.
+        """Publish that a gradient is in place.
 
         Raises:
             LostRankError: If its rank was given up; the round may be over without it.
         """
         self.membership.check_counts(rank)
+        assert admitted.receipt is not None
         # First: a gradient that was taken is in the counts.
-        self.counters.count(rank, True, admitted.step - admitted.local_step)
+        self.counters.count(rank, True, admitted.receipt.lag)
         self.put_record(rank, admitted.parity, admitted.record)
-        self.end_intent(rank)
 
     def abandon(self, rank: int, admitted: Admitted) -> None:
         """Publish that a gradient was admitted and does not come; as `arrive`."""
         self.membership.check_counts(rank)
         self.put_record(rank, admitted.parity, admitted.before)
-        self.end_intent(rank)
 
-    # Intents
+    def put_record(self, rank: int, parity: int, record: Record | None) -> None:
+        """Publish what a rank has in a round, and then that it has no intent."""
+        memory, index = self.words.memory, parity * self._size + rank
+        word = 0
+        if record:
+            # Before the record, so that a rank that reads the record finds its weight.
+            memory[self._weights + index] = bits(record.weight)
+            word = record.word()
+        self.words.write(self._records + index, word)
+        memory[self._intents + _APART * rank] = 0
 
-    def _set_intent(self, rank: int, word: int) -> None:
-        self.words.store_unordered(self._intents + _APART * rank, word)
-
-    def end_intent(self, rank: int) -> None:
-        """Publish that nothing of a rank is on its way to a round."""
-        self._set_intent(rank, 0)
+    # What takes, and messages, need; messages on any rank
 
     def open_intents(self, parity: int) -> list[int]:
         """Return the ranks that are not lost and may join the round of a parity."""
@@ -280,48 +250,22 @@ class AdmissionProtocol:
             ranks = [rank for rank in ranks if rank not in lost]
         return ranks
 
-    # Records
-
-    def record_index(self, parity: int, rank: int) -> int:
-        """Return the index of a rank's record of the round of a parity."""
-        return self._records + parity * self._size + rank
-
-    def _record_of(self, parity: int, rank: int) -> Record | None:
-        """Return what a rank has in a round; on the host's node only."""
-        word = self.words.peek(self.record_index(parity, rank))
-        if not word:
-            return None
-        return Record.of(word, self.words.read(self._weight_index(parity, rank)))
-
-    def _weight_index(self, parity: int, rank: int) -> int:
-        return self._weights + parity * self._size + rank
-
     def holds_gradient(self, parity: int) -> bool:
         """Return whether this rank has a record of the round of this parity."""
-        return self.words.read(self.record_index(parity, self._rank)) != 0
-
-    def put_record(self, rank: int, parity: int, record: Record | None) -> None:
-        """Publish what a rank has in a round."""
-        if record:
-            # Before the record, so that a rank that reads the record finds its weight.
-            weight = self._weight_index(parity, rank)
-            self.words.store_unordered(weight, bits(record.weight))
-        word = record.word() if record else 0
-        self.words.write(self.record_index(parity, rank), word)
+        return self.words.read(self._records + parity * self._size + self._rank) != 0
 
     def read_records(self, parity: int) -> dict[int, Record]:
         """Return the records of the ranks that have one."""
-        words = self.words.read_range(self.record_index(parity, 0), self._size)
+        begin, size = parity * self._size, self._size
+        words = self.words.read_range(self._records + begin, size)
         # Not before the records.
-        weights = self.words.read_range(self._weight_index(parity, 0), self._size)
+        weights = self.words.read_range(self._weights + begin, size)
         pairs = enumerate(zip(words, weights, strict=True))
         return {rank: Record.of(*pair) for rank, pair in pairs if pair[0]}
 
     def clear_records(self, parity: int) -> None:
         """Clear the records of all ranks."""
-        self.words.store(self.record_index(parity, 0), [0] * self._size)
-
-    # The take that has the turn, as other ranks see it
+        self.words.store(self._records + parity * self._size, [0] * self._size)
 
     def announce(self, wanted: int) -> None:
         """Publish how many gradients the take requires before it waits for them."""
@@ -333,11 +277,7 @@ class AdmissionProtocol:
 
     def put_closing(self, closing: State) -> None:
         """Record what the take closes; once `waiting`, no other take reduces it."""
-        self.words.store_unordered(CLOSED, self.packing.pack(closing))
-
-    def end_closing(self) -> None:
-        """Record that the take is complete."""
-        self.words.write(CLOSED, 0)
+        self.words.memory[CLOSED] = self.packing.pack(closing)
 
     def closing(self) -> State | None:
         """Return what the last take recorded; None if it is complete."""
@@ -346,8 +286,7 @@ class AdmissionProtocol:
 
     def add_lost(self, number: int) -> None:
         """Count gradients that are lost; for the take that has its turn."""
-        if number:
-            self.words.write(_NUM_LOST, self.words.read(_NUM_LOST) + number)
+        self.words.write(_NUM_LOST, self.words.read(_NUM_LOST) + number)
 
     def weight(self) -> float:
         """Return the sum of the weights of what is in place, and not returned yet."""
@@ -381,8 +320,7 @@ class AdmissionProtocol:
         state = self.state()
         if state.step <= step:
             members = self.membership
-            num_left = members.num_left(members.changes())
-            return self.missing(members.quorum(required, num_left))
+            return self.missing(members.quorum(required, members.changes()))
         writing = self.open_intents(1 - state.parity)
         return self.unfinished(1 - state.parity) if writing else None
 

@@ -122,18 +122,14 @@ class Tally:
             rows = lists["accepted"], lists["dropped"], lists["nonfinite"]
             accepted, dropped, nonfinite = (tuple(map(index, row)) for row in rows)
             lags = {index(lag): index(count) for lag, count in lists["lags"]}
-            _check_counts(*accepted, *dropped, *nonfinite)
-            _check_counts(*lags, *lags.values())
+            numbers = *accepted, *dropped, *nonfinite, *lags, *lags.values()
+            if min(numbers, default=0) < 0:
+                raise ValueError(f"a count is {min(numbers)}")
         except (TypeError, ValueError, KeyError) as error:
             raise InvalidArgumentError(
                 f"the tally of a snapshot cannot be read: {error!r}"
             ) from None
         return cls(accepted, dropped, lags, nonfinite)
-
-
-def _check_counts(*numbers: int) -> None:
-    if min(numbers, default=0) < 0:
-        raise ValueError(f"a count is {min(numbers)}")
 
 
 def _added(these: tuple[int, ...], those: tuple[int, ...]) -> tuple[int, ...]:
@@ -145,10 +141,6 @@ def _added(these: tuple[int, ...], those: tuple[int, ...]) -> tuple[int, ...]:
 # one is further to the right by its lag.
 _NONFINITE, _ACCEPTED = range(2)
 _DROPPED = _ACCEPTED + MAX_LAG + 1
-
-
-def _column(accepted: bool, lag: int) -> int:
-    return (_ACCEPTED if accepted else _DROPPED) + min(max(lag, 0), MAX_LAG)
 
 
 class Counters:
@@ -166,8 +158,8 @@ class Counters:
 
     def count(self, rank: int, accepted: bool, lag: int) -> None:
         """Count a gradient; on the node of the words. A later `write` publishes it."""
-        index = self._base + rank * self._WIDTH + _column(accepted, lag)
-        self._words.store_unordered(index, self._words.peek(index) + 1)
+        column = (_ACCEPTED if accepted else _DROPPED) + min(max(lag, 0), MAX_LAG)
+        self._words.memory[self._base + rank * self._WIDTH + column] += 1
 
     def count_nonfinite(self, rank: int) -> None:
         """Count a gradient that is not finite, and was not submitted."""

@@ -79,12 +79,17 @@ def check_settings(
     """
     settings = _common(size, *given)
     one_of("storage", storage, STORAGES)
-    if not is_fixed(settings.shape) and capacity is None:
-        raise InvalidArgumentError(
-            f"shape {settings.shape} is not fixed: pass capacity=, the maximum number "
-            f"of elements of a gradient"
-        )
-    elements = _capacity(capacity, settings.shape)
+    declared = settings.shape
+    if declared is None or not is_fixed(declared):
+        if capacity is None:
+            raise InvalidArgumentError(
+                f"shape {declared} is not fixed: pass capacity=, the maximum number of "
+                f"elements of a gradient"
+            )
+        elements = positive_count(capacity, "capacity")
+    else:
+        what = f"elements of shape {declared}"
+        elements = _at_least("capacity", capacity, math.prod(known(declared)), what)
     return replace(settings, capacity=elements, storage=storage)
 
 
@@ -99,7 +104,17 @@ def check_sparse_settings(
         )
     # TensorFlow uses () for a shape that is not known.
     shape, rows = settings.shape or None, positive_count(capacity, "capacity")
-    width = _row_size(row_size, shape)
+    row = None if shape is None else shape[1:]
+    if is_fixed(row):
+        what = f"elements of a row of shape {shape}"
+        width = _at_least("row_size", row_size, math.prod(known(row)), what)
+    elif row_size is None:
+        raise InvalidArgumentError(
+            f"shape {shape} has rows of unknown size: pass row_size=, the maximum "
+            f"number of elements of a row"
+        )
+    else:
+        width = positive_count(row_size, "row_size")
     return replace(settings, shape=shape, capacity=rows, storage=ROWS, row_size=width)
 
 
@@ -113,71 +128,28 @@ def _common(
     workers: Any,
 ) -> Settings:
     """Check what all constructors have; the rest is to be replaced."""
-    return Settings(
-        float_dtype(dtype),
-        declared_shape(shape),
-        _shared_name(shared_name),
-        _reduction(reduction),
-        rank_number(host, size, "host"),
-        0,
-        "",
-        _workers(workers, size),
-    )
-
-
-def _capacity(capacity: Any, declared: PartialShape | None) -> int:
-    """Return the number of elements that a gradient has at most."""
-    if declared is None or not is_fixed(declared):
-        return positive_count(capacity, "capacity")
-    size = size_of(declared)
-    if capacity is not None and positive_count(capacity, "capacity") < size:
-        raise InvalidArgumentError(
-            f"capacity must be at least the {size} elements of shape {declared}, "
-            f"got {capacity}"
-        )
-    return size
-
-
-def _row_size(row_size: Any, declared: PartialShape | None) -> int:
-    """Return the maximum number of elements of a row."""
-    row = None if declared is None else declared[1:]
-    least = size_of(known(row)) if is_fixed(row) else None
-    if row_size is not None:
-        size = positive_count(row_size, "row_size")
-        if least is not None and size < least:
-            raise InvalidArgumentError(
-                f"row_size must be at least the {least} elements of a row of shape "
-                f"{declared}, got {size}"
-            )
-        return size
-    if least is None:
-        raise InvalidArgumentError(
-            f"shape {declared} has rows of unknown size: pass row_size=, the maximum "
-            f"number of elements of a row"
-        )
-    return least
-
-
-def _reduction(reduction: Any) -> str:
-    if reduction is None:
-        return "MEAN"
+    found, declared = float_dtype(dtype), declared_shape(shape)
+    if shared_name is not None and not isinstance(shared_name, str):
+        raise TypeError(f"shared_name must be text, got {shared_name!r}")
+    reduction = "MEAN" if reduction is None else reduction
     if not isinstance(reduction, str):
         raise TypeError(f"reduction_type must be text, got {reduction!r}")
     one_of("reduction_type", reduction, REDUCTIONS)
-    return reduction
-
-
-def _shared_name(shared_name: Any) -> str:
-    if shared_name is not None and not isinstance(shared_name, str):
-        raise TypeError(f"shared_name must be text, got {shared_name!r}")
-    return shared_name or ""
-
-
-def _workers(workers: Any, size: int) -> int:
+    root = rank_number(host, size, "host")
     number = size if workers is None else positive_count(workers, "workers")
     if number > size:
         raise InvalidArgumentError(
             f"workers must be at most the number of ranks, {size}, got {number}"
+        )
+    return Settings(found, declared, shared_name or "", reduction, root, 0, "", number)
+
+
+def _at_least(name: str, given: Any, least: int, what: str) -> int:
+    """Return a limit, which may be given if it is not less than what is needed."""
+    number = least if given is None else positive_count(given, name)
+    if number < least:
+        raise InvalidArgumentError(
+            f"{name} must be at least the {least} {what}, got {number}"
         )
     return number
 
@@ -212,11 +184,6 @@ def is_fixed(declared: PartialShape | None) -> bool:
 def known(shape: PartialShape | None) -> Shape:
     """Return a shape of which every dimension is known."""
     return tuple(dim for dim in shape or () if dim is not None)
-
-
-def size_of(shape: Sequence[int | None]) -> int:
-    """Return the number of elements of a fixed shape."""
-    return math.prod(dim for dim in shape if dim is not None)
 
 
 def compatible(shape: Shape, declared: PartialShape | None) -> bool:

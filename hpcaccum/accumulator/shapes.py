@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import math
+from typing import TYPE_CHECKING, Any
 
 from hpcaccum.accumulator.settings import (
     MAX_DIMS,
@@ -11,7 +12,6 @@ from hpcaccum.accumulator.settings import (
     declared_shape,
     is_fixed,
     known,
-    size_of,
 )
 from hpcaccum.errors import InvalidArgumentError
 
@@ -19,18 +19,6 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator.settings import Settings
     from hpcaccum.accumulator.storage import RowGradient
     from hpcaccum.mpi import AtomicWords
-
-
-class Offer(NamedTuple):
-    """What the admission knows of a gradient.
-
-    Attributes:
-        shape: Of the gradient; of a row, if it has rows only.
-        misfit: Why it fits no round; None if it may fit one.
-    """
-
-    shape: Shape
-    misfit: str | None
 
 
 class Shapes:
@@ -48,11 +36,7 @@ class Shapes:
         self._settings, self._what, self._table = settings, what, table
         self.only = known(settings.shape) if settings.has_one_shape else None
 
-    def offer(self, grad: Any) -> Offer:
-        """Return what the admission knows of a gradient."""
-        return Offer(grad.shape, self._misfit(grad))
-
-    def _misfit(self, grad: Any) -> str | None:
+    def misfit(self, grad: Any) -> str | None:
         """Return why a gradient fits no round; None if it may fit one."""
         shape, declared = grad.shape, self._settings.shape
         if shape == self.only:
@@ -61,26 +45,21 @@ class Shapes:
             expected = f"shape {declared}"
         elif len(shape) > MAX_DIMS:
             expected = f"at most {MAX_DIMS} dimensions"
-        elif size_of(shape) > self._settings.capacity:
+        elif math.prod(shape) > self._settings.capacity:
             expected = f"at most {self._settings.capacity} elements"
         else:
             return None
         return f"gradient must have {expected}, got shape {shape}"
 
-    def number(self, offer: Offer, of_round: int) -> int:
-        """Return the number of a gradient's shape, for a round that has one, or 0.
-
-        Raises:
-            InvalidArgumentError: If the gradient does not fit.
-        """
-        misfit = offer.misfit
-        if of_round and offer.shape != (expected := self._table.shape(of_round)):
-            misfit = self._unlike(expected, offer.shape)
+    def number(self, shape: Shape, misfit: str | None, of_round: int) -> int:
+        """Return the number of a gradient's shape, if it fits a round of one, or 0."""
+        if of_round and shape != (expected := self._table.shape(of_round)):
+            misfit = self._unlike(expected, shape)
         if misfit is not None:
             raise InvalidArgumentError(f"{self._what}: {misfit}")
         if self.only is not None:
             return 0
-        return of_round or self._table.number(offer.shape)
+        return of_round or self._table.number(shape)
 
     def _unlike(self, expected: Shape, shape: Shape) -> str:
         """Return why a shape does not fit a round."""
@@ -101,13 +80,14 @@ class Shapes:
                 f"{self._what}: slot needs a shape, because that of the accumulator "
                 f"is {settings.shape}"
             )
-        fits = compatible(known(wanted), settings.shape)
-        if not fits or size_of(wanted) > settings.capacity:
+        fixed = known(wanted)
+        fits = compatible(fixed, settings.shape)
+        if not fits or math.prod(fixed) > settings.capacity:
             raise InvalidArgumentError(
                 f"{self._what}: slot must have shape {settings.shape} and at most "
                 f"{settings.capacity} elements, got {wanted}"
             )
-        return known(wanted)
+        return fixed
 
 
 class RowShapes(Shapes):
@@ -117,7 +97,8 @@ class RowShapes(Shapes):
     admit all values.
     """
 
-    def _misfit(self, grad: RowGradient) -> str | None:
+    def misfit(self, grad: RowGradient) -> str | None:
+        """See `Shapes.misfit`; ``grad.shape`` is that of a row."""
         settings, declared = self._settings, self._settings.shape or ()
         dense, indices = grad.slices.dense_shape, grad.rows.indices
         row, width = grad.shape, declared[1:]
@@ -130,7 +111,7 @@ class RowShapes(Shapes):
             return f"rows must begin with {width}, got {row}"
         if len(row) > MAX_DIMS:
             return f"rows must have at most {MAX_DIMS} dimensions, got {row}"
-        if size_of(row) > settings.row_size:
+        if math.prod(row) > settings.row_size:
             return (
                 f"rows must have at most {settings.row_size} elements (row_size=), "
                 f"got {row}"
@@ -175,26 +156,15 @@ class ShapeTable:
         return self._shapes[number]
 
     def number(self, shape: Shape) -> int:
-        """Return a number for a shape.
-
-        Raises:
-            InvalidArgumentError: If it has none and the table is full.
-        """
+        """Return a number for a shape."""
         if shape not in self._numbers:
-            self._read_new()
-        if shape not in self._numbers:
-            self._add(shape)
-        return self._numbers[shape]
-
-    def _read_new(self) -> None:
-        """Read the entries that other ranks have filled."""
-        used = min(self._words.read(self._base), self._limit)
-        for number in range(1, used + 1):
-            # The first word of an entry is written last; see `_add`.
-            if number not in self._shapes and self._words.read(self._entry(number)):
-                self.shape(number)
-
-    def _add(self, shape: Shape) -> None:
+            # Other ranks may have filled entries. The first word is written last.
+            used = min(self._words.read(self._base), self._limit)
+            for number in {*range(1, used + 1)} - self._shapes.keys():
+                if self._words.read(self._entry(number)):
+                    self.shape(number)
+        if shape in self._numbers:
+            return self._numbers[shape]
         number = self._words.fetch_add(self._base, 1) + 1
         if number > self._limit:
             raise InvalidArgumentError(
@@ -206,6 +176,7 @@ class ShapeTable:
         # Last, and never 0: a rank that reads it can read the shape.
         self._words.write(entry, 1 + len(shape))
         self._remember(number, shape)
+        return number
 
     def _entry(self, number: int) -> int:
         return self._base + 1 + (number - 1) * self._WIDTH

@@ -10,13 +10,21 @@ from hpcaccum.accumulator.host_calls import HostCalls
 from hpcaccum.accumulator.protocol import AdmissionProtocol
 from hpcaccum.accumulator.settings import Settings
 from hpcaccum.accumulator.storage import make_storage
-from hpcaccum.accumulator.taker import Taker
+from hpcaccum.accumulator.take import Take
+from hpcaccum.accumulator.turns import OneThread
 from hpcaccum.accumulator.writer import Writer
 from hpcaccum.errors import InvalidArgumentError, LostRankError, WaitTimeoutError
 from hpcaccum.mpi import Freeable, Group, is_ending
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from hpcaccum.accumulator.receipts import Tally
+    from hpcaccum.accumulator.state import Closed
+    from hpcaccum.deadline import Deadline
+
+# Begins the key of one with a shared name in `Group.named`.
+_KEY = "accumulator"
 
 
 @dataclass(frozen=True)
@@ -54,9 +62,8 @@ class SharedAccumulator(Freeable):
         group, settings: The ranks, and the checked arguments.
         protocol: Admits gradients.
         storage: Has them until they are taken.
-        writer, taker: This rank's gradients, and takes.
+        writer: This rank's gradients.
         calls: Those of the agent of the host's node, between nodes.
-        take: `Taker.take`, by that agent if the host's node is another.
         earlier: The counts of runs that this one continues.
     """
 
@@ -66,16 +73,13 @@ class SharedAccumulator(Freeable):
         self.earlier: Tally | None = None
         with contextlib.ExitStack() as undo:
             self.protocol = AdmissionProtocol(group, settings, what)
-            undo.callback(self.protocol.free)
+            undo.callback(self.protocol.words.free)
             self.storage = make_storage(group, settings, what)
             undo.pop_all()
-        self.taker = Taker(self.protocol, self.storage, group.rank, what)
-        self.take, self.calls = self.taker.take, None
+        self._taking = OneThread(what)
+        self.calls: HostCalls | None = None
         if not group.single_node:
-            parts = group, self.protocol, self.storage, self.taker, what
-            self.calls = self.taker.calls = HostCalls(*parts)
-            if not self.calls.near:
-                self.take = self.calls.take
+            self.calls = HostCalls(group, self.protocol, self.storage, what)
         self.writer = Writer(self.protocol, self.storage, group.rank, self.calls, what)
         self._register(group, group.label(what))
 
@@ -85,37 +89,55 @@ class SharedAccumulator(Freeable):
 
         It is the existing one of this shared name, if there is one.
         """
-        key = _key(settings)
+        key = f"{_KEY} {settings.shared_name}"
         shared = cast("SharedAccumulator | None", group.named.get(key))
         if shared is None:
             shared = cls(group, settings, what)
             if settings.shared_name:
                 group.named[key] = shared
-        shared._check_same(settings)
-        shared._handles += 1
-        return shared
-
-    def _check_same(self, settings: Settings) -> None:
-        kinds = [_kind(each) for each in (self.settings, settings)]
-        if kinds[0] != kinds[1]:
+        elif differences := _differences(shared.settings, settings):
             raise InvalidArgumentError(
                 f"accumulator with shared_name {settings.shared_name!r} already exists "
-                f"and is {kinds[0]}, not {kinds[1]}"
+                f"{differences}"
             )
-        for field, value in vars(settings).items():
-            old = getattr(self.settings, field)
-            if old != value:
-                raise InvalidArgumentError(
-                    f"accumulator with shared_name {settings.shared_name!r} already "
-                    f"exists with {field} {old}, got {value}"
-                )
+        shared._handles += 1
+        return shared
 
     def detach(self) -> None:
         """Drop one handle; free the accumulator with the last one. Collective."""
         if self._handles == 1:
             self.free()
-            self.group.named.pop(_key(self.settings), None)
+            self.group.named.pop(f"{_KEY} {self.settings.shared_name}", None)
         self._handles -= 1
+
+    @contextlib.contextmanager
+    def hold_round(
+        self,
+        required: int,
+        deadline: Deadline,
+        *,
+        at_least: int | None = None,
+        empty: bool = False,
+    ) -> Iterator[Closed]:
+        """Close a round of ``required`` gradients or more, and hold it for a block.
+
+        If the block raises, or the admitted writers do not finish in time, the round
+        stays on record and the next take resumes it. ``at_least`` gradients suffice
+        when the limit passes. A round of which all gradients were lost is held if
+        ``empty``, on the host's node; else another is closed at its step.
+        """
+        with self._taking.hold("take_grad", deadline):
+            if self.calls is not None and not self.calls.near:
+                with self.calls.hold_round(required, deadline, at_least) as closed:
+                    yield closed
+                return
+            of = self.protocol, self.storage, self.group.rank
+            take = Take(*of, required, at_least, empty)
+            try:
+                yield take.wait(deadline, self.calls)
+                take.complete()
+            finally:
+                take.leave()
 
     def tally(self) -> Tally:
         """Return the counts of all ranks, with those of earlier runs."""
@@ -142,7 +164,7 @@ class SharedAccumulator(Freeable):
         if self.calls is not None:
             self.calls.free()
         self.storage.free()
-        self.protocol.free()
+        self.protocol.words.free()
 
     def needs(self, rank: int) -> bool:
         """Whether a rank has the words; or memory is being freed: MPI waits for it."""
@@ -169,9 +191,13 @@ class SharedAccumulator(Freeable):
             self.writer.leave()
 
 
-def _key(settings: Settings) -> str:
-    return f"accumulator {settings.shared_name}"
-
-
-def _kind(settings: Settings) -> str:
-    return "sparse" if settings.is_sparse else "dense"
+def _differences(old: Settings, new: Settings) -> str:
+    """Return how one accumulator differs from another one, the kind first."""
+    if old.is_sparse != new.is_sparse:
+        return (
+            "and is sparse, not dense" if old.is_sparse else "and is dense, not sparse"
+        )
+    for field, value in vars(new).items():
+        if value != (had := getattr(old, field)):
+            return f"with {field} {had}, got {value}"
+    return ""

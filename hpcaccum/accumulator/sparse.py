@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, SupportsInt
 
 import numpy as np
 
 from hpcaccum.accumulator.handle import Accumulator, Taken
-from hpcaccum.accumulator.settings import check_sparse_settings, size_of
+from hpcaccum.accumulator.settings import check_sparse_settings
 from hpcaccum.accumulator.storage import RowBuffers, RowGradient
 from hpcaccum.arguments import positive_weight, step_number
 from hpcaccum.device import cupy, current_stream
-from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.mpi import Group, group_of
 from hpcaccum.rows import IndexedSlices
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator.state import Closed
     from hpcaccum.deadline import Deadline
     from hpcaccum.dtypes import Array
-    from hpcaccum.rows import Rows
 
 
 class SparseGradient(NamedTuple):
@@ -165,9 +164,8 @@ class SparseConditionalAccumulator(Accumulator):
                 f"gradient must be an IndexedSlices, got {type(grad).__name__}"
             )
         step = step_number(local_step, "local_step")
-        dtype = accumulation_dtype(self.dtype)
-        number = positive_weight(weight, dtype)
-        return self._shared.writer.submit(RowGradient(grad, dtype), step, number)
+        number = positive_weight(weight, self._wide)
+        return self._shared.writer.submit(RowGradient(grad, self._wide), step, number)
 
     def take_grad(
         self,
@@ -210,16 +208,11 @@ class SparseConditionalAccumulator(Accumulator):
 
         ``at_least``, result and errors are those of `ConditionalAccumulator.take`.
         """
-        if not on_device:
-            return self._take(num_required, at_least, timeout, self._reduce)
-        cupy()
-        # If the copy fails, the next take returns these rows.
-        return self._take(
-            num_required,
-            at_least,
-            timeout,
-            lambda *round_: _to_device(self._reduce(*round_)),
-        )
+        self._check_open()
+        if on_device:
+            # Before anything is taken.
+            cupy()
+        return self._take(num_required, at_least, timeout, on_device)
 
     def take_indexed_slices_grad(
         self,
@@ -235,27 +228,28 @@ class SparseConditionalAccumulator(Accumulator):
         )
         return IndexedSlices(values, indices, shape)
 
-    def _reduce(self, closed: Closed, deadline: Deadline) -> SparseGradient:
+    def _reduce(
+        self, closed: Closed, target: bool, deadline: Deadline
+    ) -> SparseGradient:
         row, storage = self._protocol.shapes.shape(closed.shape), self._storage
         assert isinstance(storage, RowBuffers)
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):
-            rows = storage.total_rows(closed, size_of(row), deadline)
-            values = self._divided(rows)
+            rows = storage.total_rows(closed, math.prod(row), deadline)
+            values = rows.values
+            if self._settings.reduction == "MEAN" and (rows.weights != 1).any():
+                values = values / rows.weights[:, None].astype(values.dtype)
+            # A copy, as those of a single gradient lie in its buffer.
+            values = values.astype(self.dtype)
         declared = self._settings.shape or (None,)
         length = -1 if declared[0] is None else declared[0]
-        return SparseGradient(
+        taken = SparseGradient(
             rows.indices.copy(),
             values.reshape(len(values), *row),
             np.array([length, *row], np.int64),
         )
-
-    def _divided(self, rows: Rows) -> Array:
-        """Return the values, divided by the weights if the mean is wanted; a copy."""
-        values = rows.values
-        if self._settings.reduction == "MEAN" and (rows.weights != 1).any():
-            values = values / rows.weights[:, None].astype(values.dtype)
-        return values.astype(self.dtype)
+        # If the copy fails, the next take returns these rows.
+        return _to_device(taken) if target else taken
 
 
 def _to_device(taken: SparseGradient) -> SparseGradient:

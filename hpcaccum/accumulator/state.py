@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hpcaccum.mpi import number_of
@@ -144,6 +144,7 @@ class Closed:
         parity: Of the round.
         number: Gradients that were admitted to it.
         count: Those that are in it; the others were lost.
+        weight: Sum of their weights.
         shape: Number of its shape; 0 if all rounds have the same one.
         records: The records of the ranks that have gradients, in rank order.
         total: The bytes of their sum, in the accumulation dtype, if an agent sent them.
@@ -152,15 +153,11 @@ class Closed:
     step: int
     parity: int
     number: int
-    count: int
-    shape: int
-    records: dict[int, Record]
+    count: int = 0
+    weight: float = 0.0
+    shape: int = 0
+    records: dict[int, Record] = field(default_factory=dict)
     total: bytes | None = None
-
-    @property
-    def weight(self) -> float:
-        """Sum of the weights of the gradients."""
-        return sum(record.weight for record in self.records.values())
 
 
 class WordLayout:

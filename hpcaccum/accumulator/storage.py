@@ -54,24 +54,29 @@ class Buffers:
     order of the nodes. The same gradients give the same bits in any order of arrival.
     What takes rows adds those of different ranks.
 
-    Args:
-        group: The ranks.
-        settings: Of the accumulator.
-        what: Name for messages.
-        size: Elements of a buffer; by default the longest gradient.
+    ``size`` is the number of elements of a buffer, by default of the longest gradient.
 
     Attributes:
         parts: The memory of all buffers.
+        has_rows: Whether a gradient may need more room than a buffer has.
+        is_lost: Returns whether the buffers of a rank are on a node that is lost.
     """
 
     def __init__(
         self, group: Group, settings: Settings, what: str, size: int | None = None
     ) -> None:
         self._rank, self._rows = group.rank, settings.rows
+        self.has_rows = bool(settings.rows)
         self._dtype = accumulation_dtype(settings.dtype)
         self._capacity = settings.capacity if size is None else size
         self._stride = _aligned(self._capacity * self._dtype.itemsize)
         self.parts = NodeParts(group, 2 * self._stride, what, longest=self._stride)
+        self.is_lost = self.parts.is_lost
+        # This rank's buffers.
+        self._own = [
+            self.parts.view(Place(group.rank, begin), self._capacity, self._dtype)
+            for begin in (0, self._stride)
+        ]
         # Whether the agent of this node may have copies.
         self._has_copies = self.parts.is_here(settings.host)
         self._threads = group.own_cores
@@ -90,20 +95,6 @@ class Buffers:
             memory = self.parts.view(Place(self._rank, 0), nbytes, whole)
             self._pinned = device.Pinned(memory)
 
-    def is_lost(self, rank: int) -> bool:
-        """Whether the buffers of a rank are on a node that is lost."""
-        return self.parts.is_lost(rank)
-
-    def _place(self, rank: int, index: int) -> Place:
-        return Place(rank, index * self._stride)
-
-    def _places(self, closed: Closed) -> list[Place]:
-        """Return the buffers that hold the gradients of a round, in rank order."""
-        return [
-            self._place(rank, record.buffer)._replace(factor=record.factor)
-            for rank, record in closed.records.items()
-        ]
-
     def clear(self, parity: int, size: int | None) -> None:
         """Do nothing: the first gradient of a round overwrites."""
 
@@ -111,6 +102,7 @@ class Buffers:
         """Free the memory. Collective."""
         if self._pinned is not None:
             self._pinned.free()
+        self._own.clear()
         self.parts.free()
 
     def buffer(self, index: int) -> Array:
@@ -118,10 +110,7 @@ class Buffers:
 
         The caller may use it after `free`.
         """
-        return self._view(index, self._capacity)
-
-    def _view(self, index: int, count: int) -> Array:
-        return self.parts.view(self._place(self._rank, index), count, self._dtype)
+        return self._own[index]
 
     def prepare(self, grad: Any, weight: float) -> Any:
         """Return the argument for `write`."""
@@ -132,13 +121,10 @@ class Buffers:
     def check_room(self, index: int, grad: Any, joins: Callable[[], bool]) -> None:
         """Raise InvalidArgumentError if a buffer has no room for another gradient.
 
-        Args:
-            index: The buffer.
-            grad: The gradient, of which rows need room.
-            joins: Returns whether it is added to what is in the buffer; slow.
+        ``joins`` returns whether it is added to what is in the buffer; slow.
         """
         for place, rows in self._rows_of(grad):
-            held, room = self.buffer(index), place.form.capacity
+            held, room = self._own[index], place.form.capacity
             # Surely, if they have no row in common.
             if place.number(held) + rows.indices.size <= room or not joins():
                 continue
@@ -164,24 +150,26 @@ class Buffers:
 
         ``before`` is what the buffer has of the round; None if nothing.
         """
-        target = self._view(index, grad.size).reshape(grad.shape)
+        if before is None:
+            self._store(self._own[index], grad)
+            return
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):
-            if before is None:
-                device.copyto(target, grad)
-            else:
-                factors = before.factor, weight
-                self._add(target.reshape(-1), device.to_host(grad).reshape(-1), factors)
+            self._add(self._own[index], grad, (before.factor, weight))
 
-    def _add(self, sums: Array, grad: Array, factors: tuple[float, float]) -> None:
-        for place, rows in self._rows_of(grad):
+    def _store(self, buffer: Array, grad: Any) -> None:
+        device.copyto(buffer[: grad.size].reshape(grad.shape), grad)
+
+    def _add(self, buffer: Array, grad: Any, factors: tuple[float, float]) -> None:
+        sums, more = buffer[: grad.size], device.to_host(grad).reshape(-1)
+        for place, rows in self._rows_of(more):
             parts = [place.rows(sums), rows]
             place.write(sums, merged([*map(weighted, parts, factors)]))
         if self._rows:
             begin = self._rows[0].begin
-            sums, grad = sums[:begin], grad[:begin]
+            sums, more = sums[:begin], more[:begin]
         # Converted before the addition, as a single gradient is.
-        add_in_order([sums, grad], sums, factors=factors)
+        add_in_order([sums, more], sums, factors=factors)
 
     def total(
         self, closed: Closed, divisor: float, out: Array, deadline: Deadline
@@ -203,30 +191,29 @@ class Buffers:
 
     def batch(self, closed: Closed, divisor: float) -> Batch:
         """Return the gradients of a round, which stay where they are."""
-        records, places = closed.records.items(), self._places(closed)
+        records = closed.records.items()
+        places = [
+            Place(rank, record.buffer * self._stride, record.factor)
+            for rank, record in records
+        ]
         copied = [rank for rank, record in records if record.copied & self._has_copies]
         return Batch(self.parts, places, self._dtype, divisor, closed.step, copied)
 
-    def short(self, index: int) -> bytes | None:
-        """Return the contents of this rank's buffer if they may be sent at once."""
-        place = self._place(self._rank, index)
-        return self.parts.short(place, self._capacity, self._dtype)
-
-    def short_of(self, grad: Any) -> bytes | None:
-        """Return what `write` would store, if it may be sent at once."""
-        if self._rows or self.short(0) is None:
+    def short(self, grad: Any) -> bytes | None:
+        """Return what `write` stores of a gradient, if it may be sent at once."""
+        nbytes = self._capacity * self._dtype.itemsize
+        if not (self.parts.sends_short and is_short(nbytes)):
             return None
         with np.errstate(all="ignore"):
             return np.asarray(device.to_host(grad), self._dtype).tobytes()
 
-    def put(self, index: int, contents: bytes) -> None:
-        """Store in this rank's buffer what `short_of` returned."""
-        data: Array = np.frombuffer(contents, self._dtype)
-        self._view(index, data.size)[:] = data
-
     def keep(self, rank: int, index: int, contents: bytes) -> None:
-        """Keep a copy of a buffer of another rank; for an agent."""
-        self.parts.keep(self._place(rank, index), contents)
+        """Store what `short` returned in this rank's buffer, or keep another one's."""
+        if rank == self._rank:
+            data: Array = np.frombuffer(contents, self._dtype)
+            self._own[index][: data.size] = data
+        else:
+            self.parts.keep(Place(rank, index * self._stride), contents)
 
 
 @dataclass(frozen=True)
@@ -270,6 +257,7 @@ class RowBuffers(Buffers):
         form = RowFormat(capacity, width, accumulation_dtype(settings.dtype), True)
         self._what, self._whole = what, RowPlace("rows", 0, form)
         super().__init__(group, settings, what, self._whole.end)
+        self.has_rows = True
         # Nobody adds them element by element.
         self.parts.sends_short = False
 
@@ -289,23 +277,17 @@ class RowBuffers(Buffers):
             self.pin()
         return grad
 
-    @traced("copy")
-    def write(
-        self,
-        parity: int,
-        index: int,
-        grad: RowGradient,
-        weight: float,
-        before: Record | None,
+    def _store(self, buffer: Array, grad: RowGradient) -> None:
+        place = self._of_width(grad.rows.values.shape[1])
+        place.write(buffer, grad.rows, device.copyto)
+
+    def _add(
+        self, buffer: Array, grad: RowGradient, factors: tuple[float, float]
     ) -> None:
-        """Store a gradient in this rank's buffer, or add it; see `Buffers.write`."""
-        rows, buffer = grad.rows, self.buffer(index)
+        rows = grad.rows._replace(values=device.to_host(grad.rows.values))
         place = self._of_width(rows.values.shape[1])
-        if before is not None:
-            here = rows._replace(values=device.to_host(rows.values))
-            had = weighted(place.rows(buffer), before.factor)
-            rows = merged([had, weighted(here, weight)])
-        place.write(buffer, rows, device.copyto)
+        parts = [place.rows(buffer), rows]
+        place.write(buffer, merged([*map(weighted, parts, factors)]))
 
     def total_rows(self, closed: Closed, width: int, deadline: Deadline) -> Rows:
         """Return the sum of a round's gradients; that of one may lie in its buffer."""
@@ -319,6 +301,8 @@ class Sums:
     gradients there and none on other ranks, for any number of ranks. The methods are
     those of `Buffers`.
     """
+
+    has_rows = False
 
     def __init__(self, group: Group, settings: Settings, what: str) -> None:
         self._capacity = settings.capacity
@@ -384,14 +368,8 @@ class Sums:
             return None
         return self._view(closed.parity, count).tobytes()
 
-    def short(self, index: int) -> None:
-        """Return None: no agent has copies."""
-
-    def short_of(self, grad: Array) -> None:
+    def short(self, grad: Any) -> None:
         """Return None: every gradient is added one-sidedly."""
-
-    def put(self, index: int, contents: bytes) -> None:
-        """Do nothing: as `short_of`."""
 
     def keep(self, rank: int, index: int, contents: bytes) -> None:
         """Do nothing: as `short`."""

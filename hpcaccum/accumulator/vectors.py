@@ -16,10 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from hpcaccum.accumulator.batch import Batch
-    from hpcaccum.accumulator.membership import Membership
     from hpcaccum.deadline import Deadline
     from hpcaccum.mpi import Group
-    from hpcaccum.nodes import NodeParts
     from hpcaccum.rows import RowPlace
 
 
@@ -34,6 +32,8 @@ class VectorAccumulator(ConditionalAccumulator):
     Attributes:
         most: Maximum number of vectors in one round.
         most_first_step: Maximum step that can be set.
+        parts: The memory of all buffers.
+        membership: Which ranks have left.
     """
 
     most = Packing(shaped=False).max_count
@@ -55,30 +55,18 @@ class VectorAccumulator(ConditionalAccumulator):
             kind, (size,), "", "MEAN", host, size, SLOTS, workers, 0, rows, late
         )
         self._attach(group, what, settings)
-
-    @property
-    def _slots(self) -> Buffers:
         assert isinstance(self._storage, Buffers)
-        return self._storage
-
-    @property
-    def parts(self) -> NodeParts:
-        """The memory of all slots."""
-        return self._slots.parts
-
-    @property
-    def membership(self) -> Membership:
-        """Which ranks have left."""
-        return self._protocol.membership
+        self._buffers, self.parts = self._storage, self._storage.parts
+        self.membership = self._protocol.membership
 
     def check_present(self) -> None:
         """Raise InvalidArgumentError if this rank has left."""
         self.membership.check_present("apply")
 
     def pin(self) -> None:
-        """Pin this rank's slots, so that the CUDA device copies to them directly."""
+        """Pin this rank's buffers, so that the CUDA device copies to them directly."""
         self._check_open()
-        self._slots.pin()
+        self._buffers.pin()
 
     def note_finished(self, step: int) -> None:
         """Note that the takes of all rounds of steps below ``step`` have returned.
@@ -97,9 +85,9 @@ class VectorAccumulator(ConditionalAccumulator):
         step by then.
         """
         self._check_open()
-        taker, required = self._shared.taker, self._required(num_required)
-        with taker.hold_round(required, deadline, empty=True) as closed:
-            yield self._slots.batch(closed, self._divisor(closed))
+        required = self._required(num_required)
+        with self._shared.hold_round(required, deadline, empty=True) as closed:
+            yield self._buffers.batch(closed, self._divisor(closed))
 
     def count_nonfinite(self) -> None:
         """Count a vector of this rank that is not finite, and was not applied."""

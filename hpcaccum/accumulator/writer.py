@@ -6,8 +6,8 @@ import contextlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcaccum.accumulator.buffers import OTHER_THREAD, RankBuffers
-from hpcaccum.accumulator.one_thread import OneThread
 from hpcaccum.accumulator.protocol import Request
+from hpcaccum.accumulator.turns import OneThread
 from hpcaccum.deadline import Deadline, grace
 from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError
 from hpcaccum.spans import traced
@@ -22,14 +22,7 @@ if TYPE_CHECKING:
 
 
 class Gradient(NamedTuple):
-    """A gradient on its way.
-
-    Attributes:
-        array: As the user gave it.
-        source: As the storage writes it.
-        local_step: The step at which it was computed.
-        weight: What it counts.
-    """
+    """A gradient as the user gave it, and as the storage writes it: its source."""
 
     array: Any
     source: Any
@@ -38,15 +31,10 @@ class Gradient(NamedTuple):
 
 
 class Unanswered(NamedTuple):
-    """What the agent of the host's node was asked to do, and may not have done yet.
-
-    Attributes:
-        call: Its answer.
-        slot: Of the gradient that may be admitted.
-        contents: What was sent of a gradient that is in no slot.
-    """
+    """What the agent of the host's node was asked to do, and may not have done yet."""
 
     call: Call
+    # Of the gradient that may be admitted, if it is in one; and what was sent of it.
     slot: int | None
     contents: bytes | None = None
 
@@ -68,8 +56,7 @@ class Writer:
         self._protocol, self._storage, self._rank = protocol, storage, rank
         # Of a rank on another node.
         self._calls = None if calls is None or calls.near else calls
-        # The agent looks for gradients of other ranks, which often come soon.
-        self._wake_agent = calls.wake if calls is not None else lambda: None
+        self._agent = calls
         self._buffers = RankBuffers(protocol, storage)
         self._turn, self._call = OneThread(what), f"{what}: apply_grad"
         self._unanswered: Unanswered | None = None
@@ -77,24 +64,18 @@ class Writer:
     def submit(self, array: Any, local_step: int, weight: float) -> Receipt:
         """Add a gradient, with a weight, to the open round unless it is stale.
 
-        Raises:
-            InvalidArgumentError: If it does not fit; nothing was added.
-            WaitTimeoutError: If an agent does not answer in time, and may still admit
-                it; also if it has not answered to the gradient before, and nothing was
-                done with this one.
-            BrokenObjectError: If an exception has ended an earlier call.
-            Exception: Anything else: this rank has left the accumulator.
+        Its errors are those of `ConditionalAccumulator.apply_grad`.
         """
         # What may fail comes before the admission.
         source = self._storage.prepare(array, weight)
         grad = Gradient(array, source, local_step, weight)
-        receipt = self._attempt(grad)
+        receipt = self._submit(grad)
         if receipt is None:
             deadline = Deadline(None, self._call)
-            receipt = deadline.wait(lambda: self._attempt(grad), lambda: OTHER_THREAD)
+            receipt = deadline.wait(lambda: self._submit(grad), lambda: OTHER_THREAD)
         return receipt
 
-    def _attempt(self, grad: Gradient) -> Receipt | None:
+    def _submit(self, grad: Gradient) -> Receipt | None:
         """Submit; None if slots of other threads leave no buffer at the moment."""
         with self._turn.hold("apply_grad"):
             self._protocol.membership.check_present("apply")
@@ -102,71 +83,69 @@ class Writer:
                 self._settle(Deadline(None, self._call))
             slot = self._buffers.slot_of(grad.array)
             try:
-                return self._submit(grad, slot)
+                admitted = self._admit(grad, slot)
+                if admitted.record:
+                    self._write(grad, admitted, slot)
+                return admitted.receipt
             except InvalidArgumentError:
                 # Raised before the gradient was admitted.
                 raise
             except BaseException as error:
                 if not self._unanswered:
                     self._protocol.membership.lose(error)
-                    self._protocol.end_intent(self._rank)
                 elif not isinstance(error, WaitTimeoutError):
                     # Others may wait for this gradient.
                     with contextlib.suppress(WaitTimeoutError):
                         self._settle(grace(self._call))
                 raise
 
-    def _submit(self, grad: Gradient, slot: int | None) -> Receipt | None:
-        self._wake_agent()
-        self._buffers.check_room(grad.array, grad.local_step)
-        admitted = self._admit(grad, slot)
-        if admitted.accepted is None:
-            return None
-        if record := admitted.record:
-            if not admitted.complete:
-                parity, before = admitted.parity, admitted.before
-                source, weight = grad.source, admitted.factor * grad.weight
-                self._storage.write(parity, record.buffer, source, weight, before)
-            self._buffers.note_admitted(admitted, slot)
-            # The agent has published one that is complete.
-            if self._calls is None or not admitted.complete:
-                self._arrive(admitted)
-        return admitted.receipt()
-
-    @traced("admission", lambda _, admitted: admitted.receipt().shown())
+    @traced(
+        "admission",
+        lambda _, found: {} if found.receipt is None else found.receipt.shown(),
+    )
     def _admit(self, grad: Gradient, slot: int | None) -> Admitted:
         """Have a gradient admitted, or dropped."""
+        if self._agent is not None:
+            # It looks for gradients of other ranks, which often come soon.
+            self._agent.wake()
         array, _, step, weight = grad
-        buffers, offer = self._buffers, self._protocol.shapes.offer
-        in_place = buffers.is_in(array, slot)
+        buffers, storage = self._buffers, self._storage
+        if storage.has_rows:
+            buffers.check_room(array, step)
+        in_place = slot is not None and buffers.is_in(array, slot)
         fresh = (slot, slot) if in_place else buffers.fresh(slot)
+        misfit, sent = self._protocol.shapes.misfit(array), None
+        request = Request(step, weight, array.shape, misfit, fresh, in_place)
         if self._calls is None:
-            request = Request(step, weight, fresh, in_place)
-            return self._protocol.admit(self._rank, request, lambda: offer(array))
-        offered, sent = offer(array), None
-        if not (in_place or offered.misfit):
-            sent = self._storage.short_of(grad.source)
-        contents = sent if slot is None or not in_place else self._storage.short(slot)
-        # The copy of the agent counts.
-        arrived = in_place or sent is not None
-        request = Request(step, weight, fresh, arrived, offered, contents)
+            return self._protocol.admit(self._rank, request)
+        if not misfit and (sent := storage.short(grad.source)) is not None:
+            # The copy of the agent counts.
+            request = request._replace(in_place=True, contents=sent)
         call = self._calls.admit(request)
         admitted: Admitted = self._answer(Unanswered(call, slot, sent))
         self._put(admitted, sent)
         return admitted
 
+    def _write(self, grad: Gradient, admitted: Admitted, slot: int | None) -> None:
+        """Write a gradient that is admitted, unless it is in place; publish it."""
+        assert admitted.record is not None
+        assert admitted.receipt is not None
+        if not admitted.complete:
+            weight = admitted.receipt.factor * grad.weight
+            index, before = admitted.record.buffer, admitted.before
+            self._storage.write(admitted.parity, index, grad.source, weight, before)
+        self._buffers.note_admitted(admitted, slot)
+        if self._calls is None:
+            self._protocol.arrive(self._rank, admitted)
+        elif not admitted.complete:
+            # The agent has published one that is complete.
+            self._answer(Unanswered(self._calls.arrive(admitted), None))
+
     def _put(self, admitted: Admitted, sent: bytes | None) -> None:
         """Store a gradient of which the agent has a copy; others may be added."""
         if sent is not None and admitted.complete:
             assert admitted.record is not None
-            self._storage.put(admitted.record.buffer, sent)
-
-    def _arrive(self, admitted: Admitted) -> None:
-        """Publish a gradient that is in place."""
-        if self._calls is None:
-            self._protocol.arrive(self._rank, admitted)
-        else:
-            self._answer(Unanswered(self._calls.arrive(admitted), None))
+            self._storage.keep(self._rank, admitted.record.buffer, sent)
 
     def _answer(self, unanswered: Unanswered, deadline: Deadline | None = None) -> Any:
         """Wait for an answer of the agent of the host's node."""
@@ -187,7 +166,7 @@ class Writer:
         except InvalidArgumentError:
             return
         # True is the answer to one that was in place.
-        if admitted is True or not admitted.accepted:
+        if admitted is True or not admitted.receipt:
             return
         if admitted.complete:
             self._put(admitted, sent)
@@ -211,11 +190,7 @@ class Writer:
         return deadline.wait(lend, self._buffers.missing)
 
     def finish(self, deadline: Deadline | None = None) -> None:
-        """Wait for the answer to a gradient whose `submit` has raised.
-
-        Raises:
-            WaitTimeoutError: If it does not come this time, either.
-        """
+        """Wait for the answer to a gradient whose `submit` has raised."""
         if self._unanswered:
             with self._turn.hold("apply_grad", deadline):
                 if self._unanswered:

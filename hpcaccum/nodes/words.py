@@ -59,7 +59,7 @@ class _ServedWords(AtomicWords):
         self._calls = Calls(self._group, self.root, self._serve, what)
         if self._calls.leads:
             progress = self._group.progress
-            self._end_watch = progress.watch(lambda: self._words[:_WATCHED])
+            self._end_watch = progress.watch(lambda: self.memory[:_WATCHED])
 
     def _serve(self, _: int, name: str, *arguments: Any) -> Any:
         result = getattr(self, name)(*arguments)
@@ -79,14 +79,14 @@ class _RemoteWords(AtomicWords):
 
     def __init__(self, group: Group, root: int, what: str) -> None:
         self.root = root
-        self._barrier = memory_barrier()
+        self.sync = memory_barrier()
         self._calls = Calls(group, root, lambda *_: None, what)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         # As that of `AtomicWords`: before a store, and after a load.
-        self._barrier()
+        self.sync()
         found = self._calls.call(name, *arguments)
-        self._barrier()
+        self.sync()
         return found
 
     read: Any = partialmethod(_call, "read")

@@ -47,11 +47,10 @@ class RowExchange:
     """Sums rows of one group, in any number of calls. Collective.
 
     Args:
-        group: The ranks.
+        group, name: The ranks; the name for messages.
         formats: Of the rows, by name; in the same order on all ranks.
         marks: Memory for what the reduction adds, by name: a matrix with a row for each
             rank, and with `columns` columns.
-        name: For messages.
 
     Attributes:
         broken: Whether this rank is in `collect`, or an exception has ended it. Then no
@@ -84,23 +83,14 @@ class RowExchange:
         self._buffers: list[list[Array]] = [[], []]
         self._capacity = -1
         if group.single_node and group.size > 1:
-            self._share()
+            # The words or messages of the reduction order the stores of `offer` on one
+            # rank with the loads of `collect` on others.
+            most = sum(each.nbytes(each.capacity) for each in formats.values())
+            size = self._capacity = min(most, _MOST_BYTES)
+            parts = NodeMemory(group, [2 * size] * group.size).parts
+            self._buffers = [[p[:size] for p in parts], [p[size:] for p in parts]]
         # MPI pairs its calls by their order, so that nothing else may use it.
         self._comm = duplicate(group.comm)
-
-    def _share(self) -> None:
-        """Make the memory of this node. Collective.
-
-        The words or messages of the reduction order the stores of `offer` on one rank
-        with the loads of `collect` on others.
-        """
-        most = sum(each.nbytes(each.capacity) for each in self._formats.values())
-        size = self._capacity = min(most, _MOST_BYTES)
-        memory = NodeMemory(self._group, [2 * size] * self._group.size)
-        self._buffers = [
-            [part[:size] for part in memory.parts],
-            [part[size:] for part in memory.parts],
-        ]
 
     def offer(self, rows: Mapping[str, Rows], call: int) -> dict[str, Array]:
         """Make this rank's rows ready; return arrays that the reduction must sum."""
@@ -112,14 +102,12 @@ class RowExchange:
             self._own = _memory(size)
         for name, memory in divided(self._own, self._formats, numbers).items():
             self._formats[name].write(memory, rows[name])
-        return {name: self._mark(name, number) for name, number in numbers.items()}
-
-    def _mark(self, name: str, number: int) -> Array:
-        mark = self._marks[name]
-        powers = range(len(mark.T) - 1)
-        digits = [number >> _BITS * power & (1 << _BITS) - 1 for power in powers]
-        mark[self._group.rank] = [1, *digits]
-        return mark
+        marks = {name: self._marks[name] for name in numbers}
+        for name, mark in marks.items():
+            shifts = _BITS * np.arange(len(mark.T) - 1)
+            digits = numbers[name] >> shifts & (1 << _BITS) - 1
+            mark[self._group.rank] = [1, *digits]
+        return marks
 
     def collect(self, sums: Mapping[str, Array], call: int) -> dict[str, Rows]:
         """Return the sums of the rows of all ranks. Collective.
@@ -135,10 +123,11 @@ class RowExchange:
             for rank in range(self._group.size)
         ]
         parts = self._parts([self._nbytes(each) // _UNIT for each in numbers], call)
-        rows = [
-            self._views(part, each) for part, each in zip(parts, numbers, strict=True)
-        ]
-        found = {name: merged([each[name] for each in rows]) for name in sums}
+        rows: dict[str, list[Rows]] = {name: [] for name in sums}
+        for part, each in zip(parts, numbers, strict=True):
+            for name, piece in divided(part, self._formats, each).items():
+                rows[name].append(self._formats[name].rows(piece, each[name]))
+        found = {name: merged(each) for name, each in rows.items()}
         self._track.calls += 1
         self.broken = False
         return found
@@ -154,13 +143,6 @@ class RowExchange:
 
     def _nbytes(self, numbers: Mapping[str, int]) -> int:
         return sum(self._formats[n].nbytes(number) for n, number in numbers.items())
-
-    def _views(self, memory: Array, numbers: Mapping[str, int]) -> dict[str, Rows]:
-        """Return the rows of one rank, by name."""
-        return {
-            name: self._formats[name].rows(piece, numbers[name])
-            for name, piece in divided(memory, self._formats, numbers).items()
-        }
 
     def _parts(self, units: Sequence[int], call: int) -> Sequence[Array]:
         """Return memory with the rows of each rank."""

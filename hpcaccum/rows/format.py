@@ -103,10 +103,6 @@ class RowPlace(NamedTuple):
         nbytes = ALIGNMENT + self.form.nbytes(self.form.capacity)
         return self.begin + nbytes // self.form.dtype.itemsize
 
-    def buffer(self, vector: Array) -> Array:
-        """Return the place in a vector, as bytes."""
-        return vector[self.begin : self.end].view(np.uint8)
-
     def used(self, buffer: Array) -> int:
         """Return how many bytes of a buffer are in use."""
         return ALIGNMENT + self.form.nbytes(int(_number(buffer)))
@@ -117,11 +113,11 @@ class RowPlace(NamedTuple):
 
     def number(self, vector: Array) -> int:
         """Return the number of rows in a vector."""
-        return int(_number(self.buffer(vector)))
+        return int(_number(vector[self.begin : self.end].view(np.uint8)))
 
     def rows(self, vector: Array) -> Rows:
         """Return the rows in a vector, as views."""
-        return self.read(self.buffer(vector))
+        return self.read(vector[self.begin : self.end].view(np.uint8))
 
     def write(
         self,
@@ -130,7 +126,7 @@ class RowPlace(NamedTuple):
         copyto: Callable[[Array, Any], object] = np.copyto,
     ) -> None:
         """Write rows, None for none, to a vector; see `RowFormat.write`."""
-        buffer = self.buffer(vector)
+        buffer = vector[self.begin : self.end].view(np.uint8)
         _number(buffer)[...] = 0 if rows is None else rows.indices.size
         if rows is not None:
             self.form.write(buffer[ALIGNMENT:], rows, copyto)

@@ -65,8 +65,24 @@ class IndexedSlices:
             )
         self.indices = _vector(indices)
         self.values = _array("values", values)
-        _check_rows(self.values, self.indices)
-        self.dense_shape = _shape(dense_shape)
+        if self.values.ndim == 0:
+            raise InvalidArgumentError(
+                "values must have a row for each index, got a number"
+            )
+        if len(self.values) != self.indices.size:
+            raise InvalidArgumentError(
+                f"values must have {self.indices.size} rows, one for each index, got "
+                f"{len(self.values)}"
+            )
+        self.dense_shape: tuple[int, ...] | None = None
+        if dense_shape is not None:
+            try:
+                self.dense_shape = tuple(operator.index(dim) for dim in dense_shape)
+            except TypeError:
+                raise TypeError(
+                    f"dense_shape must be a list or a tuple of integers, got "
+                    f"{dense_shape!r}"
+                ) from None
 
     @property
     def on_device(self) -> bool:
@@ -110,8 +126,7 @@ class IndexedSlices:
             )
         check_indices(self.indices, shape[0])
         dense = np.zeros(shape, self.values.dtype if dtype is None else dtype)
-        rows = len(dense), dense[:1].size
-        add_at(dense.reshape(rows), self.indices, matrix(self.values))
+        add_at(matrix(dense), self.indices, matrix(self.values))
         return dense
 
 
@@ -171,26 +186,3 @@ def _array(what: str, given: Any) -> Array:
             f"{what} must be an array of real numbers, got dtype {array.dtype}"
         )
     return array
-
-
-def _shape(dense_shape: Any) -> tuple[int, ...] | None:
-    if dense_shape is None:
-        return None
-    try:
-        return tuple(operator.index(dim) for dim in dense_shape)
-    except TypeError:
-        raise TypeError(
-            f"dense_shape must be a list or a tuple of integers, got {dense_shape!r}"
-        ) from None
-
-
-def _check_rows(values: Array, indices: Array) -> None:
-    if values.ndim == 0:
-        raise InvalidArgumentError(
-            "values must have a row for each index, got a number"
-        )
-    if len(values) != indices.size:
-        raise InvalidArgumentError(
-            f"values must have {indices.size} rows, one for each index, got "
-            f"{len(values)}"
-        )

@@ -21,14 +21,12 @@ _RESERVED, _WRITTEN = 0, 1
 class RowLog:
     """Numbers of rows, one after the other; the last ones can be read. Collective.
 
-    The position of an entry is the number of entries before it. The root appends
-    entries. It waits for no reader: one that is too slow finds that entries were
-    overwritten.
+    The position of an entry is the number of entries before it. The root, a rank of the
+    node, appends entries, of which the last ``size`` can be read. It waits for no
+    reader: one that is too slow finds that entries were overwritten.
 
-    Args:
-        group: Ranks of one node.
-        root: The rank that appends.
-        size: The number of entries that can be read.
+    Attributes:
+        end: The position after the last entry; on the root only.
     """
 
     def __init__(self, group: Group, root: int, size: int) -> None:
@@ -40,22 +38,17 @@ class RowLog:
             memory = memory_of_rank(group, root, nbytes)
             undo.pop_all()
         self._ring: Array = memory.view(np.int64)
-        self._end = 0
-
-    @property
-    def end(self) -> int:
-        """The position after the last entry; the root only."""
-        return self._end
+        self.end = 0
 
     def append(self, rows: Array) -> None:
         """Append entries; the root only."""
-        end = self._end + rows.size
+        end = self.end + rows.size
         # Readers must be able to see this before anything is overwritten.
         self._words.write(_RESERVED, end)
         last = rows[-self._size :]
         self._ring[np.arange(end - last.size, end) % self._size] = last
         self._words.write(_WRITTEN, end)
-        self._end = end
+        self.end = end
 
     def between(self, begin: int, end: int) -> Array | None:
         """Return a copy of entries; None if some are overwritten.

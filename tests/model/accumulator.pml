@@ -1,6 +1,6 @@
 /*
  * The protocol of hpcaccum.ConditionalAccumulator. In hpcaccum/accumulator: protocol.py,
- * writer.py, buffers.py, taker.py, ticket_lock.py, membership.py, host_calls.py.
+ * writer.py, buffers.py, take.py, turns.py, membership.py, host_calls.py.
  *
  * tests/system/test_model.py runs it through Spin. A configuration is a set of macros:
  *

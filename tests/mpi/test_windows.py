@@ -76,7 +76,7 @@ def test_words_have_changed_when_a_call_returns(comm, words, monkeypatch):
     if words.direct:
         spy = Spy(words._window)
         monkeypatch.setattr(words, "_window", spy)
-        monkeypatch.setattr(words, "_barrier", spy.Sync)
+        monkeypatch.setattr(words, "sync", spy.Sync)
         # A rank that is alone sends itself a message.
         ends = "Sync" if len(group_of(comm).node_ranks) > 1 else "Flush"
         for call, name in [
@@ -104,11 +104,11 @@ class Ordered(Spy):
 def test_words_are_stored_after_a_fence_and_loaded_before_one(comm, monkeypatch):
     words = words_of(group_of(comm), 0, 4)
     if words.direct:
-        order = Ordered(words._words)
-        monkeypatch.setattr(words, "_words", order)
+        order = Ordered(words.memory)
+        monkeypatch.setattr(words, "memory", order)
         window = Spy(words._window)
         window.calls = order.calls
-        monkeypatch.setattr(words, "_barrier", window.Sync)
+        monkeypatch.setattr(words, "sync", window.Sync)
         assert order.during(words.read, 1) == ["load", "Sync"]
         assert order.during(words.read_range, 1, 2) == ["load", "Sync"]
         assert order.during(words.write, 1, 0) == ["Sync", "store", "Sync"]

@@ -28,7 +28,8 @@ import os, signal, sys, time
 import numpy as np
 import hpcaccum as hpc
 from hpcaccum import testing
-from hpcaccum.accumulator import host_calls, protocol, storage, taker, ticket_lock
+from hpcaccum.accumulator import host_calls, protocol, storage, take, turns
+from hpcaccum.mpi.memory import atomic_words
 from hpcaccum.nodes import calls as requests
 from hpcaccum.server import node_update, update_queue
 from mpi4py import MPI
@@ -134,16 +135,16 @@ SUBMIT = [
 # Between nodes, agents of others admit a gradient.
 ASK = [("requests.Calls.begin", "before"), ("requests.Call.result", "before")]
 WRITE = [
-    ("protocol.AdmissionProtocol._set_intent", "after"),
+    ("atomic_words.AtomicWords.compare_and_swap", "before"),
     ("protocol.AdmissionProtocol.admit", "after"),
     ("protocol.AdmissionProtocol.put_record", "before"),
     ("protocol.AdmissionProtocol.put_record", "after"),
 ]
 TAKE = [
-    ("ticket_lock.TicketLock.draw", "after"),
+    ("turns.TicketLock.draw", "after"),
     ("protocol.AdmissionProtocol.put_closing", "after"),
     ("protocol.AdmissionProtocol.swap", "after"),
-    ("taker.Taker._found", "after"),
+    ("take.Take._found", "after"),
     ("protocol.AdmissionProtocol.clear_records", "after"),
 ]
 # Between nodes, an agent takes for the rank.

@@ -68,8 +68,13 @@ class AtomicWords:
     least as new as the word. A rank that reads memory first, and then a word to find
     out whether the memory was valid, needs `sync` in between.
 
-    Only if `direct`, a read is a plain load: ranks of other nodes have words by
-    `hpcaccum.nodes.words_of`. The ranks of ``group`` itself are on one node.
+    Attributes:
+        direct: Whether a read is a plain load; not for ranks of other nodes, which have
+            words by `hpcaccum.nodes.words_of`. The ranks of ``group`` are on one node.
+        memory: The words themselves, if ``direct``: plain loads and stores. What this
+            rank stores here must be a word that only this rank writes.
+        sync: Called to order this rank's loads and stores before it with those after
+            it.
     """
 
     direct = True
@@ -80,23 +85,19 @@ class AtomicWords:
         self._local = _Scratch()
         self._shared = WordWindow.of(group, root, count)
         self._window = self._shared.mpi
-        self._barrier: Callable[[], None] = self._window.Sync
+        self.sync: Callable[[], None] = self._window.Sync
         # Their place in the window, and the words themselves.
         self._first = first = self._shared.take(count)
-        self._words: memoryview = self._shared.words[first : first + count]
+        self.memory: memoryview = self._shared.words[first : first + count]
         # Whether MPI changes a word before the call returns. MPICH sends a rank that is
         # alone a message to itself.
         self._at_once = group.size > 1
 
     def read(self, index: int) -> int:
         """Return one word."""
-        word: int = self._words[index]
-        self._barrier()
+        word: int = self.memory[index]
+        self.sync()
         return word
-
-    def peek(self, index: int) -> int:
-        """Return one word as `read`, without an order; only if `direct`."""
-        return self._words[index]
 
     def fetch_add(self, index: int, value: int) -> int:
         """Add to one word; return its value before."""
@@ -107,8 +108,11 @@ class AtomicWords:
         return self._fetch(index, value, MPI.REPLACE)
 
     def _fetch(self, index: int, value: int, operation: Any) -> int:
-        self._begin()
         local = self._local
+        if local.pending:
+            # No outcome of an earlier change may come later.
+            self._complete()
+        local.pending = True
         local.result[0], local.origin[0] = _NEVER, value
         place = self._first + index
         self._window.Fetch_and_op(
@@ -118,26 +122,22 @@ class AtomicWords:
 
     def compare_and_swap(self, index: int, expected: int, new: int) -> int:
         """Set a word to ``new`` if it is ``expected``; return its value before."""
-        self._begin()
         local = self._local
+        if local.pending:
+            self._complete()
+        local.pending = True
         origin, compare, result = local.origin, local.compare, local.result
         result[0], origin[0], compare[0] = _NEVER, new, expected
         place = self._first + index
         self._window.Compare_and_swap(origin, compare, result, self._window_root, place)
         return self._outcome(result)
 
-    def _begin(self) -> None:
-        """Begin a change: no outcome of an earlier one may come later."""
-        if self._local.pending:
-            self._complete()
-        self._local.pending = True
-
     def _outcome(self, result: Array) -> int:
         """Complete the change that this thread has begun; return its outcome."""
         # A flush yields the core, also if nothing is left to do. Where ranks share
         # cores, that may cost the rest of a time slice.
         if self._at_once and result.item() != _NEVER:
-            self._barrier()
+            self.sync()
             self._local.pending = False
         else:
             self._complete()
@@ -149,42 +149,38 @@ class AtomicWords:
 
     def read_range(self, index: int, count: int) -> list[int]:
         """Return several words, each read atomically (not all at one moment)."""
-        words = self._words[index : index + count].tolist()
-        self._barrier()
+        words = self.memory[index : index + count].tolist()
+        self.sync()
         return words
 
     def watch(self, index: int) -> Callable[[], int]:
         """Return what reads a word as `read`, without an order; only if `direct`."""
-        return functools.partial(self._words.__getitem__, index)
+        return functools.partial(self.memory.__getitem__, index)
 
     def write(self, index: int, value: int) -> None:
         """Set one word."""
-        self._barrier()
-        self._words[index] = value
-        self._barrier()
+        self.sync()
+        self.memory[index] = value
+        self.sync()
 
     def store(self, index: int, values: Sequence[int]) -> None:
         """Set several words, each atomically."""
-        self._barrier()
+        self.sync()
         for place, value in enumerate(values, index):
-            self._words[place] = value
-        self._barrier()
+            self.memory[place] = value
+        self.sync()
 
     def store_unordered(self, index: int, value: int) -> None:
         """Set a word that only this rank writes, as `write` but without a barrier."""
-        self._words[index] = value
-
-    def sync(self) -> None:
-        """Order this rank's loads and stores before it with those after it."""
-        self._barrier()
+        self.memory[index] = value
 
     def free(self) -> None:
         """Free the words. Collective."""
         if self._local.pending:
             self._complete()
-        self._words = FREED
+        self.memory = FREED
         self._window = FREED
-        self._barrier = functools.partial(getattr, FREED, "Sync")
+        self.sync = functools.partial(getattr, FREED, "Sync")
         self._shared.give_back()
 
 

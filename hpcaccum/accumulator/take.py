@@ -1,0 +1,281 @@
+"""Takes: close a round, wait for its writers, reduce it, and make room for the next.
+
+A `Take` closes a round when it is looked at again and again. A rank of the host's node
+does that in `Take.wait`; for a rank of another node, the agent of the host's node does:
+see `host_calls`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from hpcaccum.accumulator.protocol import CLOSED, MEMBERS, STATE
+from hpcaccum.accumulator.state import Closed, State
+from hpcaccum.deadline import Deadline
+from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError, format_ranks
+from hpcaccum.spans import traced
+
+if TYPE_CHECKING:
+    from hpcaccum.accumulator.protocol import AdmissionProtocol
+    from hpcaccum.accumulator.state import Record
+    from hpcaccum.accumulator.storage import Storage
+    from hpcaccum.nodes import Calls
+
+# Seconds that a take with ``at_least`` has for admitted writers after its limit. It has
+# closed the round by then, and they copy one gradient each.
+_WRITING = 0.5
+
+
+class Take:
+    """One take of a rank, which has no other one; on the host's node.
+
+    Args:
+        protocol, storage, rank: Of the accumulator; the rank.
+        required, at_least, empty: See `SharedAccumulator.hold_round`.
+
+    Attributes:
+        closed: The round, when all that is in it has arrived; None before.
+    """
+
+    def __init__(
+        self,
+        protocol: AdmissionProtocol,
+        storage: Storage,
+        rank: int,
+        required: int,
+        at_least: int | None = None,
+        empty: bool = False,
+    ) -> None:
+        self._protocol, self._storage, self._rank = protocol, storage, rank
+        self._required, self._at_least, self._empty = required, at_least, empty
+        self._lock, self._ticket, self._has_turn = protocol.take_lock, 0, False
+        # While writers are to close the round: how it will be closed, how often ranks
+        # had left before, and the words at the last look.
+        self._request: State | None = None
+        self._changes, self._seen = 0, list[int]()
+        # The round as it was when it closed.
+        self._closing: State | None = None
+        self.closed: Closed | None = None
+
+    @traced("take")
+    def wait(self, deadline: Deadline, calls: Calls | None) -> Closed:
+        """Wait until the round is closed; ``calls`` are of the agent, if there is one.
+
+        Its errors are those of `ConditionalAccumulator.take_grad`.
+        """
+        try:
+            if calls is None:
+                return deadline.wait(self.look, self.missing)
+            looks = self.look, self.may_go_on
+            return calls.wait(*looks, deadline, self.missing, soon=False)
+        except WaitTimeoutError:
+            if (late := self.expire(deadline)) is None:
+                raise
+        return late.wait(self.look, self.missing)
+
+    def look(self) -> Closed | None:
+        """Go on; return the round once it is closed and complete."""
+        if not self._has_turn:
+            self._ticket = self._ticket or self._lock.draw(self._rank)
+            self._has_turn = not self._lock.before(self._rank, self._ticket)
+        while self._has_turn:
+            self._closing = self._closing or self._close()
+            if self._closing is None:
+                return None
+            self.closed = self._arrived(self._closing)
+            if self.closed is None or self.closed.count or self._empty:
+                return self.closed
+            self._discard(self.closed)
+            self._closing = self.closed = None
+        return None
+
+    def may_go_on(self) -> bool:
+        """Whether the next look finds more; the thread of an agent may call it."""
+        if not self._has_turn:
+            return not self._lock.before(self._rank, self._ticket)
+        if self._closing is not None:
+            return self._arrived(self._closing) is not None
+        memory, state = self._protocol.words.memory, self._protocol.packing.unpack
+        assert self._request is not None
+        is_open = state(memory[STATE]).parity == self._request.parity
+        return not is_open or memory[MEMBERS] != self._changes
+
+    def missing(self) -> str:
+        """Return what it waits for, for messages."""
+        if not self._has_turn:
+            before = self._lock.before(self._rank, self._ticket)
+            return f"{format_ranks(before)}, ahead of this rank"
+        if self._closing is not None:
+            return self._protocol.unfinished(self._closing.parity)
+        assert self._request is not None
+        return self._protocol.missing(self._request.number)
+
+    def expire(self, deadline: Deadline) -> Deadline | None:
+        """Wait for no more gradients; return the limit of the next looks, if any."""
+        if self._request is not None and not self._withdraw():
+            if self._at_least is None:
+                return None
+            number, least = self._protocol.state().number, self._at_least
+            members = self._protocol.membership
+            if number < members.quorum(least, members.changes()):
+                return None
+            self._required = least
+        elif self._closing is None:
+            # Another take has its turn.
+            return None
+        # It looks once more at least.
+        return deadline if self._at_least is None else Deadline(_WRITING, deadline.what)
+
+    def complete(self) -> None:
+        """Make room for the next round, when this one is reduced."""
+        assert self.closed is not None
+        # Another take may have completed this one.
+        self._protocol.membership.check_counts(self._rank)
+        self._end(self.closed)
+        self._clear(self.closed)
+
+    def leave(self, *, withdraws: bool = True) -> None:
+        """Pass the turn on, or leave the line; first withdraw a request."""
+        if withdraws and self._request is not None:
+            self._withdraw()
+        self._lock.leave(self._rank)
+
+    # Closing
+
+    def _close(self) -> State | None:
+        """Return a round that is closed, as it was; None: not yet."""
+        if self._request is None and (closing := self._resume()) is not None:
+            return closing
+        while True:
+            if self._request is None and (closing := self._begin()) is not None:
+                return closing
+            if self._is_open():
+                return None
+            # A rank may have left; then the quorum is another one.
+            if self._withdraw():
+                return self._closing
+
+    def _resume(self) -> State | None:
+        """Return the round that an earlier take has closed and not reduced, if any."""
+        if (closing := self._protocol.closing()) is None:
+            return None
+        state = self._protocol.state()
+        is_open = state.parity == closing.parity
+        # Unless it is closed before its request is withdrawn.
+        if is_open and not (state.waiting and self._stop_waiting(closing)):
+            return None
+        if closing.waiting:
+            self._clear(self._found(closing))
+            return None
+        return closing
+
+    def _begin(self) -> State | None:
+        """Close a round; if it has too few gradients, have writers close it."""
+        protocol, members = self._protocol, self._protocol.membership
+        while True:
+            self._changes = members.changes()
+            wanted = members.quorum(self._required, self._changes)
+            state = protocol.state()
+            closing = state._replace(number=max(wanted, state.number), waiting=0)
+            # Before the swap, so that another take can complete this one.
+            protocol.put_closing(closing)
+            if state.number >= wanted:
+                if protocol.swap(state, state.closed()):
+                    return closing
+                continue
+            protocol.announce(wanted)
+            missing = wanted - state.number
+            if protocol.swap(state, state._replace(waiting=1, number=missing)):
+                self._request, self._seen = closing, []
+                return None
+
+    def _is_open(self) -> bool:
+        """Whether writers may still close the round, and no rank has left since."""
+        protocol, request = self._protocol, self._request
+        words = protocol.words.read_range(STATE, MEMBERS + 1)
+        if words == self._seen:
+            return True
+        self._seen, changes = words, words[MEMBERS]
+        assert request is not None
+        if protocol.packing.unpack(words[STATE]).parity != request.parity:
+            return False
+        members = protocol.membership
+        if members.all_left(changes):
+            # Only a STATE that is read after that has all of their gradients.
+            now = protocol.state()
+            if (now.parity, now.number) == (request.parity, request.number):
+                raise EverybodyLeftError(
+                    f"{protocol.what}: all {members.workers} ranks have left and the "
+                    f"round has no gradient"
+                )
+        return changes == self._changes
+
+    def _withdraw(self) -> bool:
+        """End the request; return whether the round was closed nevertheless."""
+        request, self._request = self._request, None
+        assert request is not None
+        if closed := self._stop_waiting(request):
+            self._closing = request
+        return closed
+
+    def _stop_waiting(self, request: State) -> bool:
+        while True:
+            state = self._protocol.state()
+            if state.parity != request.parity:
+                return True
+            if self._protocol.swap(state, state.not_waiting(request.number)):
+                return False
+
+    # Completing
+
+    def _arrived(self, closing: State) -> Closed | None:
+        """Return the round once all that were admitted have written, or are lost."""
+        found = self._found(closing)
+        if found.count == closing.number:
+            return found
+        # In this order: what has arrived is final when no intent is open.
+        if self._protocol.open_intents(closing.parity):
+            return None
+        return self._found(closing)
+
+    def _found(self, closing: State) -> Closed:
+        """Return what of a round has arrived, without what lies on lost nodes."""
+        step, _, parity, _, number = closing
+        records = self._protocol.read_records(parity)
+        full: dict[int, Record] = {}
+        count, weight, shape = 0, 0.0, 0
+        for rank, record in records.items():
+            if record.adding and not self._protocol.apart:
+                # Part of a gradient is in the sum of all.
+                return Closed(step, parity, number)
+            if record.number and not record.adding and not self._storage.is_lost(rank):
+                full[rank], shape = record, max(shape, record.shape)
+                count, weight = count + record.number, weight + record.weight
+        return Closed(step, parity, number, count, weight, shape, full)
+
+    def _end(self, closed: Closed) -> None:
+        """Record that no other take reduces a round."""
+        step, parity, number = closed.step, closed.parity, closed.number
+        self._protocol.put_closing(State(step, 0, parity, 1, number))
+        if closed.count < number:
+            self._protocol.add_lost(number - closed.count)
+
+    def _clear(self, closed: Closed) -> None:
+        """Make room for the next round of this parity."""
+        size = None
+        if closed.count:
+            size = math.prod(self._protocol.shapes.shape(closed.shape))
+        self._storage.clear(closed.parity, size)
+        # Before the turn is passed on: the next take may open this parity again.
+        self._protocol.clear_records(closed.parity)
+        self._protocol.words.write(CLOSED, 0)
+
+    def _discard(self, closed: Closed) -> None:
+        """End a round of which all was lost: another one gets its step."""
+        self._end(closed)
+        # Unless the step was set since.
+        while (state := self._protocol.state()).step == closed.step + 1:
+            if self._protocol.swap(state, state._replace(step=closed.step)):
+                break
+        self._clear(closed)
