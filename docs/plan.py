@@ -2,7 +2,8 @@
 
 It fits the costs of an exchange with `hpcaccum bench plan` on 4 ranks, then runs each
 case on 2 to 32 ranks, whose computation of a gradient is a sleep, so that a few cores
-are enough. It writes the table of plan.md. The ranks run this file, too.
+are enough. Then it does the same on 4 hosts made of namespaces, which needs root. It
+writes the tables of plan.md. The ranks run this file, too.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ import sysconfig
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 import hpcaccum as hpc
 from hpcaccum.plan.compute import Draws, compute
 from hpcaccum.plan.machine import Machine, machine
-from hpcaccum.plan.setting import Setting
+from hpcaccum.plan.setting import Setting, automatic_servers
 from hpcaccum.plan.simulation import Prediction, predict
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 HERE = Path(__file__).parent
 BEGIN, END = "<!-- docs/plan.py writes from here -->", "<!-- to here -->"
@@ -35,21 +39,53 @@ COMPUTES = (
     "lognormal 30ms 0.3",
     "lognormal 30ms 0.1; rank 1 +45ms",
 )
-RANKS = (2, 4, 8, 16, 32)
 # The ranks on which the costs are fitted; the error is that on more.
 FITTED = 4
-PARAMETERS, PERIOD = 1000, 5
+PERIOD = 5
 # A mean lag may also be wrong by so much, as half an update is no matter.
 LAG = 0.3
+HOSTS = HERE.parent / "tests" / "cluster" / "hosts.py"
 
 
-def settings(ranks: int) -> list[Setting]:
+class Place(NamedTuple):
+    """Where ranks run.
+
+    Attributes:
+        nodes: How many; more than one are hosts made of namespaces.
+        rate: Of the link of a host.
+        parameters: Of the model.
+        ranks: Numbers of ranks.
+    """
+
+    nodes: int
+    rate: str
+    parameters: int
+    ranks: Sequence[int]
+
+    def job(self, ranks: int) -> list[str | Path]:
+        """Return the command that starts a program on so many ranks."""
+        if self.nodes == 1:
+            return [Path(sysconfig.get_path("scripts")) / "mpiexec", "-n", str(ranks)]
+        each = str(ranks // self.nodes)
+        shape = ["-n", str(self.nodes), "-r", each, "--rate", self.rate, "--"]
+        return [sys.executable, HOSTS, *shape]
+
+
+# On hosts, a gradient is so long that links carry a good part of what they can.
+ONE_NODE = Place(1, "", 1000, (2, 4, 8, 16, 32))
+FOUR_HOSTS = Place(4, "1gbit", 250_000, (4, 8, 16))
+
+
+def settings(where: Place, ranks: int) -> list[Setting]:
     """Return what is compared on a number of ranks."""
-    place = {"ranks": ranks, "nodes": 1, "nbytes": 4 * PARAMETERS}
+    nbytes = 4 * where.parameters
+    place = {"ranks": ranks, "nodes": where.nodes, "nbytes": nbytes}
+    place["servers"] = automatic_servers(nbytes, where.nodes)
     quorum = max(1, round(0.75 * ranks))
     return [
-        Setting("cross-shard", **place),
+        Setting("cross-shard", **{**place, "servers": 1}),
         Setting("sync-replicas", **place, quorum=quorum, staleness=0),
+        Setting("sync-replicas", **place, quorum=quorum, staleness=1),
         Setting("drop-stale", **place, staleness=ranks),
         Setting("agn", **place, period=PERIOD),
         Setting("local-steps", **place, period=PERIOD, quorum=quorum, staleness=0),
@@ -65,7 +101,8 @@ def optimizer(setting: Setting) -> Any:
     if setting.strategy == "cross-shard":
         return hpc.CrossShardOptimizer(rule)
     if setting.strategy == "sync-replicas":
-        return hpc.SyncReplicasOptimizer(rule, setting.quorum)
+        lateness = "inverse" if setting.staleness else None
+        return hpc.SyncReplicasOptimizer(rule, setting.quorum, lateness=lateness)
     if setting.strategy == "drop-stale":
         return hpc.DropStaleGradientOptimizer(rule, int(setting.staleness))
     if setting.strategy == "local-steps":
@@ -119,15 +156,17 @@ def train(setting: Setting, text: str, seconds: float, updates: int) -> None:
         print(json.dumps(measured))
 
 
-def run(setting: Setting, text: str, seconds: float, guess: float) -> list[float]:
+def run(
+    where: Place, setting: Setting, text: str, seconds: float, guess: float
+) -> list[float]:
     """Return updates a second, the share that is dropped and the mean lag of a job."""
-    mpiexec = Path(sysconfig.get_path("scripts")) / "mpiexec"
     words = [json.dumps(vars(setting)), text, str(seconds), str(guess)]
-    job = [mpiexec, "-n", str(setting.ranks), sys.executable, __file__, "--rank"]
+    job = [*where.job(setting.ranks), sys.executable, __file__, "--rank"]
     done = subprocess.run(
         [*job, *words], capture_output=True, text=True, check=True, timeout=300
     )
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    found = next(line for line in done.stdout.splitlines() if line.startswith("["))
+    return json.loads(found)  # type: ignore[no-any-return]
 
 
 # The comparison
@@ -146,30 +185,34 @@ def error(expected: list[float], measured: list[float]) -> tuple[float, float, f
     return abs(speed) / measured[0], abs(dropped), late
 
 
-def compare(costs: Machine, seconds: float, ranks: tuple[int, ...]) -> list[Any]:
+def compare(where: Place, costs: Machine, seconds: float) -> list[Any]:
     """Return a row for each case: its setting, its text, predicted, measured."""
     rows = []
-    for number, text in itertools.product(ranks, COMPUTES):
-        for setting in settings(number):
+    for number, text in itertools.product(where.ranks, COMPUTES):
+        for setting in settings(where, number):
             found = predict(
                 setting, costs, compute(text), updates=2000, seeds=range(3), batch=1
             )
             expected = predicted(found)
             guess = max(20, round(seconds * expected[0]))
-            measured = run(setting, text, seconds, guess)
+            measured = run(where, setting, text, seconds, guess)
             rows.append((setting, text, expected, measured))
             print(setting.strategy, number, text, expected, measured, flush=True)
     return rows
 
 
-def table(rows: list[Any]) -> list[str]:
+def table(where: Place, rows: list[Any]) -> list[str]:
     """Return the lines of the table, and the errors of what was not fitted."""
+    joined = f" and links of {where.rate}" if where.rate else ""
+    nodes = "1 node" if where.nodes == 1 else f"{where.nodes} hosts"
     lines = [
+        f"On {nodes}, with {where.parameters:,} parameters{joined}:",
+        "",
         "| ranks | compute | strategy | updates/s | dropped | mean lag |",
         "|---|---|---|---|---|---|",
     ]
     for setting, text, expected, measured in rows:
-        cells = [str(setting.ranks), f"`{text}`", setting.strategy]
+        cells = [str(setting.ranks), f"`{text}`", setting.name]
         for form, a, b in zip(
             ("{:.1f}", "{:.3f}", "{:.1f}"), expected, measured, strict=True
         ):
@@ -184,6 +227,7 @@ def table(rows: list[Any]) -> list[str]:
         f"{statistics.median(dropped):.3f} and {max(dropped):.3f} of the share that is "
         f"dropped, and {statistics.median(lag):.1%} and {max(lag):.1%} of the mean "
         f"lag, where that is wrong by more than {LAG}.",
+        "",
     ]
     return lines
 
@@ -192,27 +236,29 @@ def main() -> None:
     """Fit, compare, and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=6.0, help="of a run (6)")
-    parser.add_argument("--network", type=machine, help="instead of a fit")
-    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    parser.add_argument("--places", type=int, nargs="+", default=(0, 1))
+    parser.add_argument("--ranks", type=int, nargs="+", help="instead of all")
     parser.add_argument("--dry", action="store_true", help="do not write the page")
     args = parser.parse_args()
-    costs = args.network or fit()
-    lines = table(compare(costs, args.seconds, tuple(args.ranks)))
+    lines = list[str]()
+    for number in args.places:
+        where = (ONE_NODE, FOUR_HOSTS)[number]
+        where = where._replace(ranks=args.ranks or where.ranks)
+        lines += table(where, compare(where, fit(where), args.seconds))
     print(*lines, sep="\n")
     if not args.dry:
         page = HERE / "plan.md"
         before, _, rest = page.read_text().partition(BEGIN)
         after = rest.partition(END)[2]
-        page.write_text("\n".join([before + BEGIN, *lines, END + after]))
+        page.write_text("\n".join([before + BEGIN, *lines[:-1], END + after]))
 
 
-def fit() -> Machine:
+def fit(where: Place) -> Machine:
     """Return the costs that `hpcaccum bench plan` finds on few ranks."""
-    mpiexec = Path(sysconfig.get_path("scripts")) / "mpiexec"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
         command = [sys.executable, "-m", "hpcaccum", "bench", "plan", "--json", file]
-        subprocess.run([mpiexec, "-n", str(FITTED), *command], check=True)
+        subprocess.run([*where.job(FITTED), *command], check=True)
         return machine(os.fspath(file))
 
 

@@ -28,7 +28,7 @@ from hpcaccum.files import JsonLines, check_new
 from hpcaccum.machine import circumstances, describe
 from hpcaccum.plan.compute import compute
 from hpcaccum.plan.machine import Machine
-from hpcaccum.plan.setting import Setting
+from hpcaccum.plan.setting import Setting, automatic_servers
 from hpcaccum.plan.simulation import simulate
 from hpcaccum.tables import table
 
@@ -109,10 +109,14 @@ def _settings(group: Group) -> list[Setting]:
     nodes, found = len(group.nodes), list[Setting]()
     sizes = [2, group.size] if nodes == 1 else [group.size]
     for ranks, nbytes in itertools.product(dict.fromkeys(sizes), _SIZES):
+        cross_shard = Setting("cross-shard", ranks, nodes, nbytes)
+        served = functools.partial(
+            dataclasses.replace, cross_shard, servers=automatic_servers(nbytes, nodes)
+        )
         found += [
-            Setting("cross-shard", ranks, nodes, nbytes),
-            Setting("sync-replicas", ranks, nodes, nbytes, ranks, 0),
-            Setting("drop-stale", ranks, nodes, nbytes),
+            cross_shard,
+            served(strategy="sync-replicas", quorum=ranks, staleness=0),
+            served(strategy="drop-stale"),
         ]
     return found
 

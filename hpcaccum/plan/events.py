@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,6 +59,47 @@ class Versions:
         return bisect_right(self.times, time) - 1
 
 
+class Link:
+    """The link of a node in one direction.
+
+    What is sent later may be announced earlier: it then leaves gaps for others.
+
+    Attributes:
+        carried: Seconds for which it was used.
+    """
+
+    def __init__(self) -> None:
+        self.carried, self._free = 0.0, 0.0
+        # When gaps begin and end, in order.
+        self._begins, self._ends = list[float](), list[float]()
+
+    def carry(self, now: float, start: float, took: float) -> float:
+        """Use it for some seconds, from ``start`` on; return when they end.
+
+        Nothing is sent before ``now``, which never decreases.
+        """
+        self.carried += took
+        if start >= self._free:
+            old = bisect_right(self._ends, now)
+            del self._begins[:old], self._ends[:old]
+            self._begins.append(self._free)
+            self._ends.append(start)
+            self._free = start + took
+            return self._free
+        # Data are sent in packets, so a gap need not hold all of them.
+        place = bisect_right(self._ends, start)
+        while place < len(self._ends):
+            first = max(self._begins[place], start)
+            used = min(took, self._ends[place] - first)
+            self._begins[place] = first + used
+            took -= used
+            if not took:
+                return first + used
+            place += 1
+        self._free += took
+        return self._free
+
+
 class Events:
     """Updates of one gradient each, if it is not more than ``staleness`` late."""
 
@@ -85,8 +126,10 @@ class Events:
         heapq.heapify(self._heap)
         self._step, self._lags, self._dropped = 0, [0] * 32, 0
         # Until when each is busy; how long they were.
-        self._word = self._inward = self._server = self._outward = 0.0
-        self._served = self._carried = self._since_pull = 0.0
+        self._word = self._busy = self._served = self._since_pull = 0.0
+        self._inward = [Link() for _ in range(setting.nodes)]
+        self._outward = [Link() for _ in range(setting.nodes)]
+        self._pushes = itertools.count()
 
     def _random(self, draw: Callable[[int], Any]) -> Iterator[float]:
         while True:
@@ -113,7 +156,9 @@ class Events:
             self._arrive()
         begun = self._word
         self._lags, self._dropped = [0] * len(self._lags), 0
-        self._served = self._carried = self._since_pull = 0.0
+        self._served = self._since_pull = 0.0
+        for link in self._inward + self._outward:
+            link.carried = 0.0
         self._computing = [0.0] * self._setting.ranks
         while self._step < warm_up + updates:
             self._arrive()
@@ -129,7 +174,7 @@ class Events:
             self._dropped,
             np.array(self._computing),
             self._served,
-            self._carried,
+            max(link.carried for link in self._inward + self._outward),
             passed - updates / arrived,
         )
 
@@ -160,28 +205,57 @@ class Events:
 
     def _update(self, now: float, node: int) -> float:
         """Make an update of a gradient; return when its node has the parameters."""
-        machine, setting = self._machine, self._setting
-        crossing, arrived = machine.crossing(setting), now
-        if node:
-            self._inward = max(self._inward, now + machine.latency) + crossing
-            self._carried += crossing
-            arrived = self._inward
-        if arrived > self._server:
-            arrived += nap_after(arrived - self._server) * next(self._uniform)
-        took = machine.updating(setting, 1)
+        machine, arrived, server = self._machine, now, self._server_for(node)
+        if crossing := self._crossing(node):
+            arrived = self._cross(now + machine.latency, node, server, crossing)
+        if arrived > self._busy:
+            arrived += nap_after(arrived - self._busy) * next(self._uniform)
+        took = machine.updating(self._setting, 1)
         self._served += took
-        self._server = made = max(self._server, arrived) + took
+        self._busy = made = max(self._busy, arrived) + took
         self._versions[0].add(made, self._step, now)
-        if node:
-            self._outward = max(self._outward, made) + crossing
-            made = self._outward + machine.latency
-            self._versions[node].add(made, self._step, now)
-        return made
+        return self._pull(made, node, server, self._step, now)
 
     def _useful(self, now: float, node: int) -> float:
         """Return when a rank whose gradient was dropped has parameters of use."""
-        versions = self._versions[0]
-        place = self._step - int(self._setting.staleness) - versions.steps[0]
-        there = versions.times[place] if place > 0 else 0.0
-        away = 2 * self._machine.latency if node else 0.0
-        return max(now, there) + away
+        needed, known = self._step - int(self._setting.staleness), self._versions[node]
+        place = bisect_left(known.steps, needed)
+        if place < len(known.steps):
+            return max(now, known.times[place])
+        served, server = self._versions[0], self._server_for(node)
+        asked = now + self._machine.latency
+        there = max(asked, served.times[bisect_left(served.steps, needed)])
+        place = served.at(there)
+        return self._pull(
+            there, node, server, served.steps[place], served.admitted[place]
+        )
+
+    def _pull(
+        self, start: float, node: int, server: int, step: int, admitted: float
+    ) -> float:
+        """Send a version to a node; return when it is there."""
+        if crossing := self._crossing(node):
+            start = self._cross(start, server, node, crossing) + self._machine.latency
+        if node:
+            start = max(start, self._versions[node].times[-1])
+            self._versions[node].add(start, step, admitted)
+        return start
+
+    def _crossing(self, node: int) -> float:
+        """Return seconds in which a node sends a gradient to servers of other nodes."""
+        servers = self._setting.servers
+        return (servers - (node < servers)) * self._machine.crossing(self._setting)
+
+    def _server_for(self, node: int) -> int:
+        """Return the node of a server that gets all of a gradient.
+
+        In fact, each gets a part. But in turns, links carry the same.
+        """
+        server = next(self._pushes) % self._setting.servers
+        return (server + (server == node)) % self._setting.servers
+
+    def _cross(self, start: float, source: int, target: int, took: float) -> float:
+        """Send data between nodes; return when they are there."""
+        # They enter one link while they leave the other.
+        left = self._outward[source].carry(self._word, start, took)
+        return max(left, self._inward[target].carry(self._word, start, took))

@@ -14,8 +14,7 @@ from hpcaccum.dtypes import float_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.plan.compute import compute
 from hpcaccum.plan.machine import machine
-from hpcaccum.plan.setting import STRATEGIES, Setting
-from hpcaccum.server import LARGE
+from hpcaccum.plan.setting import STRATEGIES, Setting, automatic_servers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,6 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--quorum", counts, "N", None, f"{text}and of local-steps (none)")
     text = "largest lag that counts: of drop-stale (twice the ranks), and of "
     add("--staleness", _lags, "N", None, f"{text}local-steps (any)")
+    text = "sync-replicas: gradients that are one update late count, too"
+    group.add_argument("--lateness", action="store_true", help=text)
     text = "gradients between pushes of agn and local-steps (10)"
     add("--period", counts, "N", [10], text)
     text = "local-steps: parts of the parameters, pushed in turns (1)"
@@ -138,7 +139,7 @@ def _options(
     if strategy == "cross-shard":
         yield {}
         return
-    auto = nodes if nbytes >= LARGE else 1
+    auto = automatic_servers(nbytes, nodes)
     tried: dict[str, Any] = {"servers": [each or auto for each in args.servers]}
     if (most := max(tried["servers"])) > nodes:
         raise InvalidArgumentError(
@@ -148,7 +149,7 @@ def _options(
         raise InvalidArgumentError(f"--quorum: {most} is more than {ranks} ranks")
     if strategy == "sync-replicas":
         usual = [max(1, round(part * ranks)) for part in _QUORUMS]
-        tried.update(quorum=args.quorum or usual, staleness=[0])
+        tried.update(quorum=args.quorum or usual, staleness=[int(args.lateness)])
     elif strategy == "drop-stale":
         tried["staleness"] = args.staleness or [2 * ranks]
     else:

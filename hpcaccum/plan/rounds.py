@@ -58,13 +58,10 @@ class Rounds:
     ) -> None:
         self._setting, self._machine, self._rng = setting, machine, rng
         self._draws, self._everybody = draws, np.arange(setting.ranks)
-        self._quorum, self._away = setting.quorum or 1, setting.node_of > 0
-        others, here = setting.nodes - 1, -(-setting.ranks // setting.nodes)
-        # The server gets one sum of each other node, and sends the parameters back.
-        sums = min(self._quorum, here) + others
-        self._across = others * machine.crossing(setting)
-        self._across += machine.latency * (others > 0)
-        self._updating = machine.updating(setting, sums)
+        self._quorum, self._node_of = setting.quorum or 1, setting.node_of
+        self._crossing = machine.crossing(setting)
+        # How long the server, and its link in the direction that is used more, worked.
+        self._served = self._carried = 0.0
         # The step, and when it was published.
         self._step, self._published = 0, 0.0
         self._computing = np.zeros(setting.ranks)
@@ -85,6 +82,7 @@ class Rounds:
         for _ in range(warm_up):
             self._round()
         begun, self._overtaken, self._dropped = self._published, 0, 0
+        self._served = self._carried = 0.0
         self._lags[:], self._computing[:] = 0, 0
         for _ in range(updates):
             self._round()
@@ -94,8 +92,8 @@ class Rounds:
             self._lags,
             self._dropped,
             self._computing,
-            updates * self._updating,
-            updates * self._across,
+            self._served,
+            self._carried,
             self._overtaken / max(int(self._lags.sum()), 1),
         )
 
@@ -115,6 +113,8 @@ class Rounds:
         stale = self._everybody[~fresh & (self._arrives < closes)]
         if stale.size:
             begin = np.maximum(self._arrives[stale], self._published)
+            away = self._crossing + 2 * self._machine.latency
+            begin += away * (self._node_of[stale] > 0)
             again, took = self._next(stale, begin)
             arrives[stale] = again
             closes, chosen = self._closing(arrives)
@@ -139,12 +139,22 @@ class Rounds:
     def _close(self, closes: float, waits: Ints) -> None:
         """Make the update, and let the ranks that wait for it begin."""
         machine, setting, uniform = self._machine, self._setting, self._rng.random
+        # Late gradients alone may be a quorum, before the last update is made.
+        closes = max(closes, self._published)
         idle = np.array([closes - self._published])
         notices = closes + float(napped(idle, uniform(1))[0])
-        self._published = notices + self._across + self._updating
+        # The server gets one sum of each node, and sends the parameters back in turns.
+        nodes = self._node_of[waits]
+        others = self._rng.permutation(np.unique(nodes[nodes > 0]))
+        turns = np.zeros(setting.nodes)
+        turns[others] = np.arange(1, others.size + 1) * self._crossing + machine.latency
+        updating = machine.updating(setting, np.sum(nodes == 0) + others.size)
+        self._served += updating
+        self._carried += others.size * self._crossing
+        self._published = notices + turns.max() + updating
         self._step += 1
         began = napped(self._published - self._arrives[waits], uniform(waits.size))
-        began += self._published + self._across * self._away[waits]
+        began += self._published + turns[nodes]
         began += waits.size / setting.nodes * machine.moved(setting)
         self._arrives[waits], self._took[waits] = self._next(waits, began)
         self._local[waits] = self._step

@@ -11,7 +11,14 @@ import numpy as np
 if TYPE_CHECKING:
     from hpcaccum.plan.compute import Floats, Ints
 
+from hpcaccum.server import LARGE
+
 STRATEGIES = ("cross-shard", "sync-replicas", "drop-stale", "agn", "local-steps")
+
+
+def automatic_servers(nbytes: int, nodes: int) -> int:
+    """Return how many servers ``servers="auto"`` takes for a model."""
+    return nodes if nbytes >= LARGE else 1
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,8 @@ class Setting:
             words.append(f"fragments {self.fragments}")
         if self.quorum is None and math.isfinite(self.staleness):
             words.append(f"staleness {self.staleness:g}")
+        if self.quorum is not None and self.staleness:
+            words.append("lateness")
         if self.servers > 1:
             words.append(f"servers {self.servers}")
         return " ".join(words)

@@ -1,22 +1,18 @@
-"""The MPI library's allreduce, of CPU memory and of device memory."""
+"""All ranks at once: by messages in pairs, or by the MPI library's allreduce."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from hpcaccum.device import current_stream
-from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.mpi import MPI
 from hpcaccum.reducer.schedule import MessageSchedule
-from hpcaccum.reducer.signature import Digits
 
 if TYPE_CHECKING:
     from hpcaccum.reducer.schedule import Call, Case, Plan
 
 
-# The most bytes that are sent together with the signature.
+# The most bytes of which a rank sends all in each message.
 _SMALL = 64 << 10
 
 
@@ -55,16 +51,13 @@ class Flat(MessageSchedule):
 
 
 class SmallFlat(MessageSchedule):
-    """The MPI library's nonblocking allreduce, of data and signature in one call.
-
-    A second call would take a third longer: both take the time of their latency.
-    """
+    """Messages between pairs of ranks, of data and signature together."""
 
     name = "flat"
 
     @classmethod
     def fits(cls, case: Case) -> bool:
-        """Whether the data are one bucket, and so small that a copy costs little."""
+        """Whether the data are one bucket, and so small that latency takes the time."""
         return case.nbytes <= min(_SMALL, case.bucket_bytes or _SMALL)
 
     @classmethod
@@ -73,21 +66,12 @@ class SmallFlat(MessageSchedule):
         return True
 
     def __init__(self, plan: Plan) -> None:
-        size, dtype = plan.layout.size, accumulation_dtype(plan.layout.dtype)
-        self._digits = Digits(plan.group.size, dtype)
-        self._message = np.zeros(size + self._digits.size + 1, dtype)
-        super().__init__(plan, received=self._message[:size])
-        signature: Any = self._message[size:-1]
-        self._signature = memoryview(signature).cast("B")
+        super().__init__(plan, sums=plan.layout.size)
 
     def complete(self, call: Call) -> bool:
         """Sum all at once, and divide if all ranks make the same call."""
         self._weigh(slice(None))
-        self._signature[:], agreed = self._digits.of(call.signature)
-        self._message[-1] = self.weight
-        self._wait(self._comm.Iallreduce(MPI.IN_PLACE, self._message).Test)
-        self._note_total(float(self._message[-1]))
-        if self._signature != agreed:
+        if not self._agree(call.signature):
             return False
         self._divide(slice(None))
         if call.reduced is not None:

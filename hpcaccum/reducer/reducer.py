@@ -84,6 +84,7 @@ class Reducer(Freeable):
     | ``"shared"`` | on one node | each sums a stripe of all | in order |
     | ``"hierarchical"`` | anywhere | the same per node, then between nodes | in order |
     | ``"flat"`` | anywhere | the MPI library's allreduce | no guarantee |
+    | the same, to 64 KiB | anywhere | by messages between pairs of ranks | in order |
     | ``"nccl"`` | on one node, a GPU each | NCCL's allreduce | no guarantee |
 
     ``"auto"`` selects ``"shared"`` if all ranks are on one node. Otherwise it selects

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from hpcaccum.dtypes import accumulation_dtype
-from hpcaccum.mpi import MPI, duplicate, keep
-from hpcaccum.reducer.signature import Digits
+from hpcaccum.mpi import duplicate, keep
+from hpcaccum.reducer.recursive_doubling import RecursiveDoubling
 from hpcaccum.reducer.staging import copy, copy_in
 from hpcaccum.summation import add_in_order
 
@@ -319,17 +319,27 @@ class Schedule:
 class MessageSchedule(Schedule):
     """A schedule that exchanges signatures by messages.
 
-    They travel on a private communicator, `_comm`, as may other collective calls: MPI
-    pairs these by their order alone, which is the order of the buckets.
+    Its collective calls use `_comm`, on which MPI pairs them by their order alone, that
+    of the buckets.
+
+    Args:
+        plan, sent, received: See `Schedule`.
+        sums: How many numbers in `received` travel together with the signatures.
     """
 
     def __init__(
-        self, plan: Plan, sent: Array | None = None, received: Array | None = None
+        self,
+        plan: Plan,
+        sent: Array | None = None,
+        received: Array | None = None,
+        *,
+        sums: int = 0,
     ) -> None:
-        super().__init__(plan, sent, received)
-        self._wait = plan.wait.moving_data()
         self._comm = duplicate(plan.group.comm)
-        self._numbers = Digits(plan.group.size, np.dtype(np.float64))
+        dtype = accumulation_dtype(plan.layout.dtype)
+        self._exchange = RecursiveDoubling(self._comm, sums, dtype)
+        super().__init__(plan, sent, self._exchange.vector if sums else received)
+        self._wait = plan.wait.moving_data()
 
     def collect(self, number: int) -> None:
         """Wait until the sums of a bucket are in `received`, divided by `divisor`.
@@ -355,19 +365,14 @@ class MessageSchedule(Schedule):
 
         Waits for all ranks, and until ``meanwhile`` returns True.
         """
-        own, sums = self._numbers.of(number)
-        message = np.array([*np.frombuffer(own), self.weight])
-        # Kept, as MPI goes on with its memory if this call is given up.
-        self._request = request = self._comm.Iallreduce(MPI.IN_PLACE, message)
-        test = request.Test
-        self._wait(test if meanwhile is None else lambda: meanwhile() and test())
-        self._note_total(float(message[-1]))
-        return message[:-1].tobytes() == sums
-
-    def _note_total(self, weight: float) -> None:
-        """Note the sum of all weights."""
-        self.total_weight = weight
-        self.divisor = weight if self.mean else 1.0
+        exchange = self._exchange
+        exchange.begin(number, self.weight)
+        test = exchange.test
+        # Both: neither goes on unless it is tested.
+        self._wait(test if meanwhile is None else lambda: meanwhile() & test())
+        self.total_weight = exchange.weight
+        self.divisor = exchange.weight if self.mean else 1.0
+        return exchange.agreed
 
     def free(self, *, abandoned: bool = False) -> None:
         """Do as `Schedule.free`."""
@@ -376,4 +381,5 @@ class MessageSchedule(Schedule):
             keep(self)
             return
         super().free()
+        self._exchange.free()
         self._comm.Free()

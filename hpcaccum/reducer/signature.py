@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
-
 from hpcaccum.errors import format_ranks
 
 if TYPE_CHECKING:
@@ -32,45 +30,6 @@ def canonical(number: float) -> float:
     """Return a number of Python, the same for equal numbers of any types."""
     wide = float(number)
     return int(number) if wide.is_integer() else wide
-
-
-class Digits:
-    """A number of 64 bits among data that are summed over all ranks.
-
-    It is sent in digits x and their squares, which are so short that sums are exact. If
-    n ranks do not have the same digit, n times the sum of the squares is above the
-    square of the sum, so no rank finds both sums to be n times its own.
-
-    Args:
-        ranks: How many sum.
-        dtype: Of the data.
-
-    Attributes:
-        size: Elements that the number takes.
-    """
-
-    def __init__(self, ranks: int, dtype: np.dtype[Any]) -> None:
-        exact = 2 << np.finfo(dtype).nmant
-        bits = next(b for b in (8, 4, 2, 1) if ranks * ((1 << b) - 1) ** 2 <= exact)
-        digits = np.arange(256)[:, None] >> np.arange(0, 8, bits) & ((1 << bits) - 1)
-        # A table of bytes: calls of NumPy would take several times as long.
-        table = np.hstack([digits, digits**2]).astype(dtype)
-        self._own = [row.tobytes() for row in table]
-        sums = (table * ranks).astype(dtype)
-        self._sums = [row.tobytes() for row in sums]
-        self.size = _BYTES * table.shape[1]
-
-    def of(self, number: int) -> tuple[bytes, bytes]:
-        """Return what a rank sends for its number.
-
-        And what all ranks receive if all have sent the same number.
-        """
-        text = (number % (1 << 8 * _BYTES)).to_bytes(_BYTES, "little")
-        own, sums = self._own.__getitem__, self._sums.__getitem__
-        return b"".join(map(own, text)), b"".join(map(sums, text))
-
-
-_BYTES = 8
 
 
 class Interruption(Exception):

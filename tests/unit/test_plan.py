@@ -137,7 +137,7 @@ def test_equal_ranks_are_one_update_late_for_each_other_rank(strategy):
     assert not found.doubts
 
 
-def naive(ranks, quorum, text, updates):
+def naive(ranks, quorum, text, updates, staleness):
     """Return updates a second and the share that is dropped, one event at a time."""
     times = [iter(row) for row in drawn(text, ranks, count=4 * updates).tolist()]
     state, waiting = State(0, 0, 0, 1, quorum), []
@@ -146,7 +146,7 @@ def naive(ranks, quorum, text, updates):
     heapq.heapify(heap)
     while state.step < updates:
         now, rank = heapq.heappop(heap)
-        accepted = admits(state.step, local[rank])
+        accepted = admits(state.step, local[rank], staleness)
         counts[accepted] += 1
         goes_on = [rank]
         if accepted:
@@ -161,13 +161,16 @@ def naive(ranks, quorum, text, updates):
     return updates / now, counts[0] / sum(counts)
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("quorum", [3, 6, 8])
-def test_rounds_are_those_of_the_accumulator(quorum):
+def test_rounds_are_those_of_the_accumulator(quorum, staleness):
     text = "lognormal 30ms 0.5; rank 7 x2"
 
-    found = predicted("sync-replicas", 8, text, quorum=quorum, staleness=0)
+    place = {"quorum": quorum, "staleness": staleness}
 
-    speed, share = naive(8, quorum, text, 3000)
+    found = predicted("sync-replicas", 8, text, **place)
+
+    speed, share = naive(8, quorum, text, 3000, staleness)
     assert found.means["updates_per_second"] == pytest.approx(speed, rel=0.03)
     assert found.means["dropped"] == pytest.approx(share, abs=0.01)
     assert not found.doubts
@@ -196,7 +199,9 @@ def test_the_link_of_one_server_is_the_bottleneck():
     four = predicted("drop-stale", 16, "30ms", costs, **place, servers=4)
 
     assert one.means["busiest_link"] > 0.95
-    assert four.means["updates_per_second"] > 2 * one.means["updates_per_second"]
+    # A gradient crosses 3/4 of two links in each direction; before, all of one.
+    speeds = [each.means["updates_per_second"] for each in (one, four)]
+    assert 1.5 < speeds[1] / speeds[0] < 2
 
 
 def test_restarts_take_their_share_of_the_time():
