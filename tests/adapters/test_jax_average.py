@@ -131,6 +131,7 @@ def test_updates_that_are_not_finite_are_dropped(comm, rank, size, compiled):
     average, last = hpcaccum.jax.average(comm, on_nonfinite="drop"), size - 1
     update = jax.jit(average.update) if compiled else average.update
     means = []
+    assert average.statistics().accepted == (0,) * size
 
     # No rank; the last one; all of them; no rank again.
     for spoiled in ([], [last], range(size), []):

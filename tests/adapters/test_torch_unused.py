@@ -82,6 +82,9 @@ def test_a_pass_without_gradients_on_all_ranks(find_unused, comm, rank, size):
         assert type(error) is hpc.InvalidArgumentError
         assert "there is no gradient" in str(error)
         full(model, rank, 0).backward()
+        opt.zero_grad()
+        assert "there is no gradient; call backward()" in str(raised(opt.step))
+        full(model, rank, 0).backward()
         opt.step()
     check(model, w=range(size), b=range(size), size=size)
 

@@ -86,19 +86,6 @@ def test_what_is_no_weight_is_refused(make, form, weight):
     assert (acc.num_accumulated(), acc.statistics().weight) == (0, 0)
 
 
-def test_gradients_may_be_freed_or_written_again_at_once(acc, form):
-    gradient = like(form, [1, 3])
-    acc.apply_grad(gradient)
-    for array in [gradient] if form == "one" else gradient.values():
-        array *= 3
-    acc.apply_grad(gradient)
-    del gradient, array
-    filler = [cupy.full(2, 99.0) for _ in range(20)]
-
-    same_bits(form, acc.take_grad(2, timeout=WAIT), [2.0, 6.0])
-    assert len(filler) == 20
-
-
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1, 2) * 4, 5, [2, 3]])
 def test_scalars_empty_ones_and_many_dimensions(make, form, shape):
     acc = make("float32", shape)
@@ -126,25 +113,6 @@ def test_gradients_are_converted_to_the_dtype_of_sums(make, form, dtype, taken):
 
     mean = acc.take_grad(2, timeout=WAIT)
     same_bits(form, mean, np.full(5, 3.5, dtype))
-
-
-def test_arrays_of_a_mapping_may_differ_in_dtype():
-    shapes = {"a": (3,), "b": (70,), "c": (2, 2), "d": ()}
-    with hpc.DeviceAccumulator("float64", shapes) as acc:
-        for value in 1, 2:
-            acc.apply_grad(
-                {
-                    name: cupy.asarray(np.full(shape, value, dtype))
-                    for (name, shape), dtype in zip(shapes.items(), ALL, strict=True)
-                }
-            )
-        mean = acc.take_grad(2, timeout=WAIT)
-
-    assert {name: array.dtype.name for name, array in mean.items()} == dict.fromkeys(
-        shapes, "float64"
-    )
-    for name, shape in shapes.items():
-        np.testing.assert_array_equal(mean[name].get(), np.full(shape, 1.5))
 
 
 @pytest.mark.parametrize(("dtype", "large"), [("float16", 2048), (BFLOAT16, 256)])

@@ -61,6 +61,15 @@ def test_what_is_missing_is_named(case, forgotten, monkeypatch):
     assert raised.value.__cause__ is error
 
 
+def test_other_errors_are_what_they_are(forgotten, monkeypatch):
+    def fails(*args, **kwargs):
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(cupy, "RawModule", fails)
+    with pytest.raises(MemoryError):
+        kernels.kernel("accumulate_f32")
+
+
 def test_a_kernel_that_does_not_exist_is_an_error():
     with pytest.raises(KeyError, match="no kernel accumulate_i32 in accumulate"):
         kernels.kernel("accumulate_i32")

@@ -143,14 +143,6 @@ def test_pack_rounds_float64_once(kind, column):
     np.testing.assert_array_equal(flat.get().astype("f8"), expected)
 
 
-def test_a_chunk_of_an_empty_array_does_nothing():
-    flat = Watched(np.zeros(4, "f4"))
-    table, chunks = cupy.asarray(i64([[0, 0, 0, 0]])), cupy.asarray(i64([[0, 0]]))
-    launch("pack_f32", flat, table, chunks, i64(64), blocks=1)
-
-    assert not flat.get().any()
-
-
 @PLACES
 @pytest.mark.parametrize("kind", KINDS)
 def test_largest_is_the_largest_absolute_value(kind, gap, shift):

@@ -100,15 +100,6 @@ def test_rows_outside_are_refused_and_counted(kind):
 
 
 @WIDE
-def test_no_rows_change_nothing(kind):
-    table = Table(kind, 5)
-    table.scatter(np.zeros((0, 5), DTYPES[kind]), [])
-
-    assert not table.sum.get().any()
-    assert not table.weights.get().any()
-
-
-@WIDE
 def test_later_gradients_are_added_to_the_first(kind):
     table, values = Table(kind, 8), values_of(2, 8, kind)
     table.scatter(values, [4, 5])

@@ -41,15 +41,11 @@ def cluster(
         yield running
 
 
-@pytest.fixture
-def ranks(cluster: Cluster) -> int:
-    """Ranks on each host: 4 on all of them."""
-    return 4 // len(cluster.names)
-
-
-def test_results_are_those_of_one_process(cluster: Cluster, ranks: int):
+def test_results_are_those_of_one_process(cluster: Cluster):
     pytest_options = ("-q", "-k", SELECTED, "--color=no")
     program = (sys.executable, "-m", "pytest", *TESTS, *pytest_options)
+    # 4 ranks on all hosts.
+    ranks = 4 // len(cluster.names)
     done = cluster.run(ranks, *program, cwd=REPOSITORY, timeout=WAIT)
 
     assert done.returncode == 0, done.stdout

@@ -221,17 +221,6 @@ def test_missing_device_is_reported_once(train, simulator):
     assert "Traceback" not in shown
 
 
-def test_without_a_launcher(tmp_path, mpi_environment, samples):
-    command = [sys.executable, "-m", "hpcaccum", "train", "--strategy", "agn"]
-    command += ["--data", str(samples)]
-    result = run_program(
-        [*command, "--epochs", "2"], timeout=200, cwd=tmp_path, env=mpi_environment
-    )
-
-    assert result.returncode == 0, result.stdout
-    assert result.stdout.startswith("1 rank on ")
-
-
 def test_ranks_with_different_options_are_reported(mpi_environment, mpiexec, tmp_path):
     one = ["-n", "1", sys.executable, "-m", "hpcaccum", "train", "--strategy"]
     result = run_program(

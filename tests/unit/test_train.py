@@ -120,9 +120,6 @@ def test_lines_of_a_long_job_come_every_10_minutes():
 )
 def test_time_left(done, seconds, text):
     assert text in shown([(0, 0.0), (done, seconds)], 100)[-1]
-
-
-def test_a_resumed_job_counts_its_own_epochs():
     # 10 epochs in 10 s; the first 80 were made by another job.
     assert "10 s left" in shown([(80, 0.0), (90, 10.0)], 100)[-1]
 

@@ -134,20 +134,6 @@ def test_who_waits_sees_it(name):
     np.testing.assert_array_equal(seen(x), [2, 3])
 
 
-def test_asking_an_event_waits_for_nothing_but_ends(monkeypatch):
-    x = ready([1, 2])
-    x += 1
-    event = cupy.cuda.get_current_stream().record()
-    at_first = event.done
-
-    monkeypatch.setattr(cupy._queues, "progress", 0.2)
-    while not event.done:
-        pass
-
-    assert not at_first
-    np.testing.assert_array_equal(seen(x), [2, 3])
-
-
 # Host memory.
 
 
