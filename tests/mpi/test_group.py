@@ -13,7 +13,7 @@ from mpi4py import MPI
 import hpcaccum as hpc
 from hpcaccum.errors import format_ranks
 from hpcaccum.mpi import group_of
-from hpcaccum.mpi.life.communicators import _duplicate
+from hpcaccum.mpi.life.lifetime import _duplicate
 from hpcaccum.mpi.talk.group import Group
 
 from .acting import VAIN, at, everywhere, interrupted, meet, same_bits
