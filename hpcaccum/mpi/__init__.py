@@ -2,7 +2,7 @@
 
 job: How this process is part of a job. `runtime` and `launcher` start MPI; `shutdown`
     frees what is open at the end of the program, or ends the job; `process` has what
-    ranks know of each other's processes, `cuda_aware` which memory MPI accepts.
+    ranks know of each other's processes.
 talk: A `Group` is a private communicator with exchanges that name the ranks they wait
     for (`control`, over a `Mailbox`). `requests` waits for those of MPI, and goes on
     after a rank is lost. `progress` says how often a thread calls MPI for other nodes;
@@ -18,22 +18,20 @@ MPI windows are in this package. Imports `errors` and `deadline` only.
 
 from __future__ import annotations
 
-from hpcaccum.mpi.job.cuda_aware import VARIABLE, cuda_awareness
 from hpcaccum.mpi.job.launcher import (
     is_rank,
     launched_ranks,
     number_in,
     slurm_plugin,
 )
-from hpcaccum.mpi.job.runtime import MPI, lack_of_threads
+from hpcaccum.mpi.job.runtime import MPI, VARIABLE, cuda_awareness, lack_of_threads
 from hpcaccum.mpi.job.shutdown import (
     abort_job,
     install_excepthook,
     is_ending,
     or_abort,
 )
-from hpcaccum.mpi.life.communicators import group_of
-from hpcaccum.mpi.life.lifetime import Freeable, Objects
+from hpcaccum.mpi.life.lifetime import Freeable, Objects, group_of
 from hpcaccum.mpi.memory.atomic_words import AtomicWords, bits, number_of
 from hpcaccum.mpi.memory.node_memory import NodeMemory, memory_of_rank
 from hpcaccum.mpi.memory.region import Region

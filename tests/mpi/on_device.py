@@ -9,7 +9,7 @@ import pytest
 from hpcaccum import DeviceUnavailableError
 from hpcaccum.device import arrays as device
 from hpcaccum.mpi import group_of
-from hpcaccum.mpi.job import cuda_aware
+from hpcaccum.mpi.job import runtime
 
 from .. import simulator
 
@@ -80,11 +80,11 @@ def pinned(cp: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def aware(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """An MPI that takes device memory: that of a simulated device, any MPI does."""
-    ask = cuda_aware.cuda_awareness
+    ask = runtime.cuda_awareness
     ask.cache_clear()
     if wants_gpu(request.config) and not ask().aware:
         pytest.skip("this MPI would die of a device pointer")
-    monkeypatch.setenv(cuda_aware.VARIABLE, "1")
+    monkeypatch.setenv(runtime.VARIABLE, "1")
     ask.cache_clear()
     yield
     ask.cache_clear()

@@ -15,7 +15,7 @@ from hpcaccum import (
     WaitTimeoutError,
 )
 from hpcaccum.device import kernels
-from hpcaccum.mpi.job import cuda_aware
+from hpcaccum.mpi.job import runtime
 from hpcaccum.reducer import device as device_exchange
 
 from .expiring import times_out_without
@@ -350,12 +350,12 @@ def test_no_rank_enters_a_blocking_call_with_another_step(cp, aware, maker, rank
 
 @pytest.mark.parametrize("kind", ["flat", "shared", "hierarchical"])
 def test_an_mpi_that_does_not_take_it_never_gets_it(cp, monkeypatch, comm, kind):
-    monkeypatch.setenv(cuda_aware.VARIABLE, "0")
-    cuda_aware.cuda_awareness.cache_clear()
+    monkeypatch.setenv(runtime.VARIABLE, "0")
+    runtime.cuda_awareness.cache_clear()
     maker = Maker(comm, kind)
     error = raised(maker, SHAPES, cuda_aware=True)
     maker.free()
-    cuda_aware.cuda_awareness.cache_clear()
+    runtime.cuda_awareness.cache_clear()
 
     assert type(error) is InvalidArgumentError
     expected = "HPCACCUM_CUDA_AWARE=0" if kind == "flat" else "for schedule 'flat'"
@@ -363,12 +363,12 @@ def test_an_mpi_that_does_not_take_it_never_gets_it(cp, monkeypatch, comm, kind)
 
 
 def test_values_of_the_variable(monkeypatch):
-    monkeypatch.setenv(cuda_aware.VARIABLE, "yes")
-    cuda_aware.cuda_awareness.cache_clear()
+    monkeypatch.setenv(runtime.VARIABLE, "yes")
+    runtime.cuda_awareness.cache_clear()
     with pytest.raises(InvalidArgumentError, match="must be 0 or 1, got 'yes'"):
-        cuda_aware.cuda_awareness()
-    monkeypatch.delenv(cuda_aware.VARIABLE)
-    assert cuda_aware.cuda_awareness().reason
+        runtime.cuda_awareness()
+    monkeypatch.delenv(runtime.VARIABLE)
+    assert runtime.cuda_awareness().reason
 
 
 # Errors on one rank

@@ -16,7 +16,7 @@ import hpcaccum as hpc
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import format_ranks
 from hpcaccum.mpi import complete, group_of
-from hpcaccum.mpi.life.communicators import _duplicate
+from hpcaccum.mpi.life.lifetime import _duplicate
 
 from .acting import VAIN, WAIT, at, everywhere, interrupted, meet, same_bits, until
 

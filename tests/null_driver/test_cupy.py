@@ -23,7 +23,7 @@ from hpcaccum.bench.device import (
 )
 from hpcaccum.device import arrays as device
 from hpcaccum.device import card, kernels
-from hpcaccum.mpi.job import cuda_aware
+from hpcaccum.mpi.job import runtime
 from hpcaccum.optimizers.finite import to_drop
 
 DTYPES = ["float16", ml_dtypes.bfloat16, "float32", "float64"]
@@ -204,10 +204,10 @@ KINDS = {
 @pytest.fixture
 def aware(monkeypatch):
     """Memory of this device is the host's: every MPI takes it."""
-    monkeypatch.setenv(cuda_aware.VARIABLE, "1")
-    cuda_aware.cuda_awareness.cache_clear()
+    monkeypatch.setenv(runtime.VARIABLE, "1")
+    runtime.cuda_awareness.cache_clear()
     yield
-    cuda_aware.cuda_awareness.cache_clear()
+    runtime.cuda_awareness.cache_clear()
 
 
 @ALL
