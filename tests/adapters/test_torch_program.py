@@ -54,10 +54,6 @@ def load(model):
     )
 
 
-def vector(model):
-    torch.nn.utils.vector_to_parameters(torch.ones(17), model.parameters())
-
-
 def data(model):
     model.w.data = torch.ones_like(model.w)
 
@@ -75,7 +71,6 @@ def step_alone(model):
 CHANGES = {
     "clamp_": clamp,
     "load_state_dict": load,
-    "vector_to_parameters": vector,
     "data": data,
     "data in place": data_in_place,
     "init": lambda model: torch.nn.init.normal_(model.w),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum.device import kernels
+from hpcaccum.device import kernels, tables
 
 from ..common import same_bits
 from .launching import DTYPES, SIZES, SUMS, Watched, i64, launch, normal
@@ -125,6 +125,15 @@ def test_streams_may_be_deleted_while_they_work():
     cupy.cuda.Device().synchronize()
     for number, (_, variable) in enumerate(pairs):
         assert (variable.value.get() == -number).all()
+
+
+def test_a_table_belongs_to_the_stream_that_copied_it():
+    made = tables.RecentTables(lambda number: [number])
+    here = made(3)
+    with cupy.cuda.Stream(non_blocking=True):
+        there = made(3)
+    assert there is not here
+    assert made(3) is here
 
 
 def test_gradients_and_variables_lie_on_one_device(monkeypatch):
