@@ -284,10 +284,7 @@ class Wake:
         self._lock.acquire()
 
     def nap(self, seconds: float) -> bool:
-        """Wait for a call of `wake`, or return False after ``seconds``.
-
-        A call that came before is enough, but several count as one.
-        """
+        """Return whether `wake` is called in this time, or was since the last nap."""
         return self._lock.acquire(timeout=seconds)
 
     def until(self, fact: Callable[[], bool]) -> Callable[[float], bool | None]:

@@ -502,5 +502,5 @@ class Reducer(Freeable):
         self._arrays, self._results = {}, {}
         self._inputs.free()
         self._device.free()
-        self._calls.close()
+        self._group.control.close_track(self._calls.track)
         self._schedule.free(abandoned=any(broken))

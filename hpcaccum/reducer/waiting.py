@@ -71,10 +71,6 @@ class CallSequence:
         text = f"{format_ranks(late)} of {self._group.size} to make the same call"
         return "; ".join(filter(None, [text, self.track.advice]))
 
-    def close(self) -> None:
-        """Forget the calls; no rank may wait in one any more."""
-        self._group.control.close_track(self.track)
-
 
 # About a millisecond where each rank has its own core; where ranks share cores, only a
 # few, which leave the core to the others.

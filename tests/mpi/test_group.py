@@ -213,7 +213,7 @@ def test_wait_for_a_rank_that_frees_nothing_has_a_limit(comm, rank, size, monkey
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
     if rank == 0:
         with pytest.raises(hpc.WaitTimeoutError, match=f"all {size} ranks to free it"):
-            group.control.drain()
+            group.control.mailbox.drain()
     meet()
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
     part.Free()

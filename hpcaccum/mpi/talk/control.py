@@ -143,7 +143,7 @@ class ControlChannel:
 
     def __init__(self, comm: mpi4py_MPI.Intracomm, lost: Mapping[int, str]) -> None:
         self._lost_ranks = lost
-        self._mailbox = Mailbox(comm, Tag.CONTROL)
+        self.mailbox = Mailbox(comm, Tag.CONTROL)
         self._rank, self._size = comm.rank, comm.size
         self._others = range(1, comm.size)
         # The last exchange that this rank has entered, and the last that has ended.
@@ -207,7 +207,7 @@ class ControlChannel:
         """Withdraw the report that this rank waits in the next call of a track."""
         with self.lock:
             if self._reported == (track.number, track.calls + 1):
-                self._mailbox.send([0], Report(0, 0, "", {}))
+                self.mailbox.send([0], Report(0, 0, "", {}))
                 # The same call may be made, and reported, again.
                 self._reported = 0, 0
 
@@ -218,7 +218,7 @@ class ControlChannel:
         if there.get(self._rank, 0) <= track.calls and _late(deadline, _LONG_PATIENCE):
             there[self._rank] = track.calls + 1
             others = [rank for rank in self._others if rank != self._rank]
-            self._mailbox.send(others, Report(*place, str(track), {}))
+            self.mailbox.send(others, Report(*place, str(track), {}))
         if self._rank == 0 or self._reported == place or not _late(deadline, _PATIENCE):
             return
         if is_complete(self._report_sent):
@@ -227,7 +227,7 @@ class ControlChannel:
             # withdraw one that was.
             self._reported = place
             # Complete when rank 0 has received it.
-            [self._report_sent] = self._mailbox.send([0], report, synchronous=True)
+            [self._report_sent] = self.mailbox.send([0], report, synchronous=True)
 
     def _complete_calls(self) -> dict[int, int]:
         """Return the complete calls of this thread's tracks; others may make more."""
@@ -351,7 +351,7 @@ class ControlChannel:
             values |= {rank: self._value_of(rank, call) for rank in ranks}
             answer = Answer(call.number, pickle.dumps(values))
             # MPI may never complete what is sent to a rank that is lost.
-            sent = list(zip(ranks, self._mailbox.send(ranks, answer), strict=True))
+            sent = list(zip(ranks, self.mailbox.send(ranks, answer), strict=True))
             self._end()
         return values, sent
 
@@ -397,7 +397,7 @@ class ControlChannel:
             # A message that cannot be unpickled would never leave the mailbox.
             message = call._replace(value=pickle.dumps(call.value))
             with self.lock:
-                self._mailbox.send([0], message)
+                self.mailbox.send([0], message)
             return deadline.wait(
                 lambda: self._answered(call), lambda: "rank 0 to answer"
             )
@@ -407,7 +407,7 @@ class ControlChannel:
             with self.lock:
                 lost = str(error) if isinstance(error, LostRankError) else ""
                 gave_up = GaveUp(call.number, type(error).__name__, lost)
-                self._mailbox.send([0], gave_up)
+                self.mailbox.send([0], gave_up)
             if not isinstance(error, WaitTimeoutError):
                 raise
             return self._last_look(call, error)
@@ -445,7 +445,7 @@ class ControlChannel:
             kind, text = type(error), str(error)
         with self.lock:
             failure = Failure(self._number, tuple(tracks), kind, text)
-            self._mailbox.send(self._others, failure)
+            self.mailbox.send(self._others, failure)
             self._end()
 
     def _end(self) -> None:
@@ -456,7 +456,7 @@ class ControlChannel:
     # Messages
 
     def _receive_all(self) -> None:
-        for source, message in self._mailbox.receive():
+        for source, message in self.mailbox.receive():
             self._note(source, message)
 
     def _note(self, source: int, message: Any) -> None:
@@ -478,10 +478,6 @@ class ControlChannel:
             self._gave_up[source] = message
         elif message.number > self._ended:
             self._calls[source] = message
-
-    def drain(self) -> None:
-        """Discard all messages before the communicator is freed. Collective."""
-        self._mailbox.drain()
 
 
 def _late(deadline: Deadline, patience: float) -> bool:

@@ -338,7 +338,7 @@ class Group:
         if self._inside is not None:
             self._inside.free()
         if not is_ending():
-            self.control.drain()
+            self.control.mailbox.drain()
         self.node.Free()
         self.comm.Free()
 
