@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
     from hpcaccum.server.wire_format import WireFormat
 
 # Words of a node with a server: how many orders its agent has given it, and how many of
-# them it has carried out. An order is a message of the agent.
+# them it has carried out. An order is a message of the agent, unless it is a thread of
+# the same rank.
 _GIVEN, _DONE = range(2)
 # What an order asks a server for: an update; an answer, with the number of the question
 # and the question; to take the values that were assigned, as a version.
@@ -101,6 +103,7 @@ class Orders(Service):
         self._gradients = gradients
         self._giving, self._collecting = self.queues(), self.queues()
         self._given = 0
+        self._orders_here: deque[tuple[Any, ...]] = deque()
         self._collected: set[int] = set()
         with contextlib.ExitStack() as undo:
             self._words = AtomicWords(group.inside, 0, 2)
@@ -266,7 +269,12 @@ class Orders(Service):
     def _obey(self, *order: Any) -> Steps:
         """Give the server of this node an order; wait until it is carried out."""
         server, tag = self._servers[self.publisher.server_here], self.tag(_ORDERS)
-        sent = begun(self.agent.comm.isend, order, server, tag)
+        sent = None
+        if server == self.agent.comm.rank:
+            # Another thread of this rank: a message would take longer.
+            self._orders_here.append(order)
+        else:
+            sent = begun(self.agent.comm.isend, order, server, tag)
         self._given += 1
         self._words.write(_GIVEN, self._given)
         self.publisher.changed.announce()
@@ -309,6 +317,8 @@ class Orders(Service):
         return self._order
 
     def _receive(self) -> tuple[int, Any] | None:
+        if self._orders_here:
+            return self.agent.comm.rank, self._orders_here.popleft()
         return receive(self.agent.comm, self.tag(_ORDERS))
 
     def _answer(self, number: int, question: Any) -> None:
