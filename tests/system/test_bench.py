@@ -187,7 +187,8 @@ def test_wire_on_nodes_of_one_host_has_no_bytes(bench, tmp_path):
     assert max(map(len, shown.splitlines()[2:])) <= 80
     found = read(tmp_path / "rows.json")
     names = ["cross-shard", "sync-replicas", "drop-stale"]
-    names += ["sync, sharded", "drop, sharded", "MPI", "exchange"]
+    names += ["sync, sharded", "drop, sharded", "sync, half", "fragments"]
+    names += ["fragm., half", "MPI", "exchange"]
     assert [row["name"] for row in found] == names * 2
     for row in found:
         assert row["links"].startswith("no bytes: ")
@@ -196,9 +197,9 @@ def test_wire_on_nodes_of_one_host_has_no_bytes(bench, tmp_path):
             "times the time of cross-shard",
         }
         assert row["vs_floor"] > 0
-    assert [row["figures"]["bytes that must cross a link"] for row in found[:7]] == [
-        pytest.approx(floor) for floor in (*[4 / 3] * 6, 1)
-    ]
+    floors = *[4 / 3] * 5, 2 / 3, 4 / 3, 2 / 3, 4 / 3, 1
+    needed = [row["figures"]["bytes that must cross a link"] for row in found[:10]]
+    assert needed == [pytest.approx(floor) for floor in floors]
 
 
 @pytest.mark.mpi
