@@ -68,10 +68,10 @@ class Wire(Case):
     - ``drop-stale``: the drop-stale optimizer, an update for each rank's gradient. AGN
       pushes in the same way, every few steps.
     - ``sync, sharded`` and ``drop, sharded``: both with a server on each node.
-    - ``sync, bfloat16``: the same, with ``wire_dtype="bfloat16"``.
+    - ``sync, half``: sync-replicas so, with ``wire_dtype="bfloat16"``.
     - ``fragments``: a period of 4 local steps, each of which pushes another quarter of
       the size, with a quorum of all ranks and a server on each node.
-    - ``..., bfloat16``: the same, with ``wire_dtype="bfloat16"``.
+    - ``fragm., half``: the same, with ``wire_dtype="bfloat16"``.
     - ``MPI``: the library's Allreduce of the same bytes.
     - ``exchange``: each node sends the bytes to the next one.
 
@@ -140,11 +140,11 @@ class Wire(Case):
         where: Any = {"comm": self.group, "servers": servers}
         half = {**where, "wire_dtype": _HALF}
         self._add_steps(
-            "sync, bfloat16",
+            "sync, half",
             lambda rule: SyncReplicasOptimizer(rule, self.n, **half),
             share=0.5,
         )
-        for name, options in ("fragments", where), ("..., bfloat16", half):
+        for name, options in ("fragments", where), ("fragm., half", half):
             self._add_fragments(name, options)
 
     def _add_fragments(self, name: str, options: dict[str, Any]) -> None:

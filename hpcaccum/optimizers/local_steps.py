@@ -355,10 +355,11 @@ class LocalStepsOptimizer(LocalSteps):
         with np.errstate(all="ignore"):
             for name, before in moved.items():
                 np.subtract(self._values[name], before, out=before)
-            self._after(served, receipt)
-            if not moved:
-                return
-            places = self._places(served)
+        self._after(served, receipt)
+        if not moved:
+            return
+        places = self._places(served)
+        with np.errstate(all="ignore"):
             for name, difference in moved.items():
                 value = self._values[name]
                 copyto(places[name], value)

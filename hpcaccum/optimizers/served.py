@@ -5,6 +5,10 @@ fragment then has all that a whole optimizer has on a server: admission, step co
 center, slots, and a part on each of several servers. So each fragment keeps the
 promises of a whole optimizer, whatever the others do, and its pushes and pulls carry
 only its own variables.
+
+With one server of all variables, a push of some would have to send all, or the server
+and its agents would need to know fragments; and a rank that is late could push one
+fragment into the round of another.
 """
 
 from __future__ import annotations

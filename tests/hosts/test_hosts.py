@@ -72,6 +72,12 @@ def test_bytes_of_each_strategy_are_counted(tmp_path: Path):
         )
         # Also those of headers, so never less.
         assert counted > must, name
+    # Only half of the bytes.
+    for half, whole in ("sync, half", "sync, sharded"), ("fragm., half", "fragments"):
+        link, other = (
+            rows[name]["figures"]["bytes on the busiest link"] for name in (half, whole)
+        )
+        assert 0.5 < link / other < 0.6
     exchanged = rows["exchange"]["figures"]
     # Of the four figures of links, each is the vector of one node.
     links = [value for what, value in exchanged.items() if "node" in what]

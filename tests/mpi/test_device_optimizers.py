@@ -41,12 +41,18 @@ def close(one, other):
     np.testing.assert_allclose(*[a.astype(np.float64) for a in wide], limit, limit)
 
 
-def local_steps(inner, variables, comm):
+def local_steps(inner, variables, comm, period=2, **options):
     outer = hpc.Momentum(0.7, 0.9, use_nesterov=True)
-    return hpc.LocalStepsOptimizer(inner, outer, 2, quorum=comm.size, comm=comm)
+    options |= {"quorum": comm.size, "comm": comm}
+    return hpc.LocalStepsOptimizer(inner, outer, period, **options)
 
 
-WITH_LOCAL_STEPS = {**WRAPPERS, "LocalSteps": local_steps}
+def fragments(inner, variables, comm):
+    # Of five steps, the second and the fourth push; the next one takes the answer.
+    return local_steps(inner, variables, comm, 4, fragments=2, overlap=1)
+
+
+WITH_LOCAL_STEPS = {**WRAPPERS, "LocalSteps": local_steps, "fragments": fragments}
 
 
 @pytest.mark.parametrize("wrapper", WITH_LOCAL_STEPS)
@@ -58,7 +64,7 @@ def test_wrappers_do_the_same(cp, comm, rank, size, wrapper, rule):
         own = variables(place)
         opt = WITH_LOCAL_STEPS[wrapper](RULES[rule](), own, comm)
         opt.initialize(own)
-        for step in range(4):
+        for step in range(5):
             grads = [place(grad) for grad in arrays(step + 1)]
             if wrapper in ("DropStale", "AGN"):
                 for turn in range(size):

@@ -203,6 +203,32 @@ def test_strategies_go_on(survives, kind):
     survives(TRAIN, kind, "loss", "before", ranks=4 if kind == "quorum" else 3)
 
 
+FRAGMENTS = (
+    BEGIN
+    + """
+def loss():
+    if rank == size - 1:
+        die()
+    return 0.0, [gradient, gradient]
+
+both = [hpc.Variable(np.zeros(size, np.float32), name) for name in "vw"]
+rules, options = (hpc.SGD(1.0), hpc.SGD(1.0)), {"fragments": 2, "overlap": 1}
+opt = hpc.LocalStepsOptimizer(*rules, 4, quorum=size, **options)
+for _ in range(20):
+    opt.minimize(loss, var_list=both)
+    time.sleep(0.002)
+opt.free()
+# Each update is a mean of as many steps of any ranks; the last ones are 20 and 18.
+assert np.allclose([-each.value.sum() for each in both], [20, 18]), both
+print(f"rank {rank} has the end", flush=True)
+"""
+)
+
+
+def test_fragments_go_on(survives):
+    survives(FRAGMENTS, "", "loss", "before")
+
+
 @pytest.mark.parametrize(
     ("kind", "later"), [("drop_stale", 0), ("sync_replicas", 0), ("sync_replicas", 30)]
 )
