@@ -364,11 +364,6 @@ def agent_of(group: Group) -> Any:
     return Agent.of(group)
 
 
-def late_services(seconds: float) -> Any:
-    """Return a patch: this rank goes on late when its agent has a new object."""
-    return _after(Agent, "add", lambda *_: time.sleep(seconds))
-
-
 @contextlib.contextmanager
 def hold_agent(group: Group, node: int) -> Iterator[Callable[[], None]]:
     """Have the agent of a node do nothing; yield what ends that. Collective."""

@@ -23,11 +23,6 @@ class Flat(MessageSchedule):
     # Where nodes are joined by TCP, larger ones take up to 1.3 times as long.
     default_bucket_bytes = 1 << 20
 
-    @classmethod
-    def preferred(cls, case: Case) -> bool:
-        """Always: schedules that are faster for some cases precede it in the list."""
-        return True
-
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
         self._requests: list[Any] = []
@@ -59,11 +54,6 @@ class SmallFlat(MessageSchedule):
     def fits(cls, case: Case) -> bool:
         """Whether the data are one bucket, and so small that latency takes the time."""
         return case.nbytes <= min(_SMALL, case.bucket_bytes or _SMALL)
-
-    @classmethod
-    def preferred(cls, case: Case) -> bool:
-        """As `Flat`, wherever it fits."""
-        return True
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan, sums=plan.layout.size)

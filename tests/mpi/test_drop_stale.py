@@ -100,6 +100,20 @@ def test_no_factor_is_asked_for_during_training(make, size):
     assert type(receipt.factor) is float
 
 
+def test_a_late_gradient_is_multiplied_by_its_factor(make):
+    w = variable()
+    opt = make(2, [w], lateness="inverse")
+
+    def act(_):
+        pairs = opt.compute_gradients(gives(6.0))
+        return [opt.apply_gradients(pairs).factor for _ in range(3)]
+
+    [factors] = turns([0], act)
+
+    assert factors == [1, 1 / 2, 1 / 3]
+    assert opt.center(w) == -(6 + 3 + 2)
+
+
 # The parameters after a push
 
 
