@@ -373,6 +373,27 @@ def test_too_few_workers_end_with_a_status(mpirun, script, dedicated):
     assert "has the end" not in result.stdout
 
 
+FREE = (
+    BEGIN.replace("calls == 5", "calls == 1")
+    + """
+acc = hpc.ConditionalAccumulator("float32", (size,), storage=kind)
+acc.apply_grad(gradient)
+acc.free()
+"""
+)
+
+
+@pytest.mark.skipif(not MPICH, reason="the error of Open MPI ends the job at once")
+@pytest.mark.parametrize("leg", LEGS)
+def test_a_loss_while_memory_is_freed_ends_with_a_status(mpirun, script, leg):
+    env = MESSAGES if leg == "messages" else {}
+    args = "sum", "storage.Sums.free", "before"
+    result = mpirun(3, script(FREE), *args, survive=True, env=env, timeout=25)
+
+    assert result.returncode & RESTART == RESTART, result.stdout
+    assert "rank 2 (process " in result.stdout
+
+
 # The last rank is killed while it computes a gradient.
 COMMAND = """
 import os, signal, sys
