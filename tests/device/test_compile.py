@@ -129,7 +129,7 @@ def kernels_of(file):
 def test_the_table_has_every_kernel_of_every_file():
     defined = {
         name: path.name
-        for path in kernels._folder().glob("*.cu")
+        for path in kernels.shipped("kernels").glob("*.cu")
         for name in kernels_of(path.name)
     }
 

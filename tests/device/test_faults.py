@@ -166,7 +166,7 @@ FAULTS = {
 def plant(fault, folder):
     """Copy the kernels to a folder, one of them with its fault."""
     file, right, wrong = FAULTS[fault][:3]
-    shutil.copytree(kernels._folder(), folder)
+    shutil.copytree(kernels.shipped("kernels"), folder)
     text = (folder / file).read_text()
     assert right in text, "the kernel has changed: plant the fault anew"
     (folder / file).write_text(text.replace(right, wrong, 1))
@@ -176,7 +176,7 @@ def take_kernels_from(folder):
     """Make this process, a child of the test's, use other kernels."""
     for function in ("source", "_kernel", "_module"):
         getattr(kernels, function).cache_clear()
-    kernels._folder = lambda: folder
+    kernels.shipped = lambda _: folder
 
 
 @pytest.mark.parametrize("fault", FAULTS)
