@@ -10,10 +10,15 @@ machine.  A bridge joins them, so ranks on different hosts exchange messages by 
 ``rate`` in each direction of each link.  Root is needed (`obstacle` says what is
 missing).  All of it is in namespaces that end with the ``with`` block, or with this
 process; several clusters can run at a time.
+
+To try something by hand, on 4 hosts with 2 ranks each:
+
+    python tests/cluster/hosts.py -n 4 -r 2 --rate 1gbit -- hpcaccum bench allreduce
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import re
@@ -22,9 +27,10 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -44,8 +50,15 @@ PROBE = (
 FOREIGN = ("SLURM_", "PMI_", "PMIX_", "OMPI_COMM_WORLD_")
 
 
+class Traffic(NamedTuple):
+    """Bytes that went through the link of a host since it was started."""
+
+    sent: int
+    received: int
+
+
 class Cluster:
-    """Running hosts: start MPI jobs on them.
+    """Running hosts: start MPI jobs on them, and count the bytes between them.
 
     Attributes:
         names: Of the hosts that have ranks: h1, h2, ...
@@ -147,6 +160,20 @@ class Cluster:
         done = subprocess.run(entered, check=True, stdout=subprocess.PIPE, text=True)
         return done.stdout
 
+    def traffic(self) -> dict[str, Traffic]:
+        """Bytes that each host has sent to and received from others, by its name.
+
+        Ranks read the same in /sys/class/net/eth0/statistics of their host.
+        """
+        found = {}
+        # Of the bridge's ends of the links: what a host sends, the bridge receives.
+        lines = Path(f"/proc/{self._init}/net/dev").read_text().splitlines()
+        for name, _, counters in (line.strip().partition(":") for line in lines):
+            if name in self.names:
+                numbers = [int(number) for number in counters.split()]
+                found[name] = Traffic(sent=numbers[0], received=numbers[8])
+        return found
+
 
 def obstacle() -> str | None:
     """Say why no hosts can be made here, or return None."""
@@ -233,3 +260,31 @@ def _end(process: subprocess.Popen[str]) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.communicate(timeout=5)[0]
     return "its output is still open"
+
+
+def main() -> int:
+    """Run the command given as arguments on hosts."""
+    parser = argparse.ArgumentParser(description="Run an MPI program on several hosts.")
+    parser.add_argument("-n", type=int, default=2, help="number of hosts")
+    parser.add_argument("-r", type=int, default=1, help="ranks on each host")
+    parser.add_argument("--rate", default="", help="of each link, such as 1gbit")
+    parser.add_argument("command", nargs="+", help="after --, with its arguments")
+    given = parser.parse_args()
+    if reason := obstacle():
+        sys.exit(f"hosts.py: hosts {reason}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes the directory
+    with (
+        tempfile.TemporaryDirectory(prefix="hosts-") as name,
+        hosts(Path(name), given.n, rate=given.rate) as cluster,
+    ):
+        command = cluster.command(given.r, *given.command)
+        env = cluster.environment()
+        status = subprocess.run(command, env=env, stdin=subprocess.DEVNULL).returncode
+        for host, count in cluster.traffic().items():
+            line = f"{host}: {count.sent:,} bytes sent, {count.received:,} received"
+            print(line, file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
