@@ -42,7 +42,7 @@ help:
 	@echo "make nvrtc        install NVIDIA's compiler (400 MB), which test-device then uses"
 	@echo "make test-cupy    CuPy itself, oldest and newest, without a GPU; installs 700 MB"
 	@echo "make test-gpu     the tests with device arrays, on a real GPU; make test-gpu-torch"
-	@echo "make validate-plan   compare hpcaccum plan with real jobs, in 25 minutes"
+	@echo "make validate-plan   compare hpcaccum plan with real jobs, in 20 minutes"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         the documentation as pages, in build/site"
 	@echo "make clean        remove the environments and what was built"
@@ -170,7 +170,7 @@ test-%: $(VENV)/.test
 test-hosts: $(VENV)/.test
 	$(SHARE) $(PYTEST) $(call SOME,tests/hosts) </dev/null
 
-# Ranks that sleep, compared with hpcaccum plan, in 25 minutes; writes docs/plan.md.
+# Ranks that sleep, compared with hpcaccum plan, in 20 minutes; writes docs/plan.md.
 validate-plan: $(VENV)/.test
 	$(SHARE) $(BIN)/python docs/plan.py $(ARGS) </dev/null
 
