@@ -34,7 +34,7 @@ class Unanswered(NamedTuple):
     """What the agent of the host's node was asked to do, and may not have done yet."""
 
     call: Call
-    # Of the gradient that may be admitted, if it is in one; and what was sent of it.
+    # The slot of the gradient that may be admitted, if it is in one; what was sent.
     slot: int | None
     contents: bytes | None = None
 

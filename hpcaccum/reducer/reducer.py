@@ -140,6 +140,7 @@ class Reducer(Freeable):
             ended, and it is not rank 0: a mean is then that over the ranks that remain.
             The arrays of the lost rank count in a call if all of them were there.
             Requires all ranks on one node, and schedule "auto" or "shared".
+        group: An earlier name of ``comm``.
 
     Attributes:
         label: The name, with a number that is unique in the group.
@@ -162,8 +163,9 @@ class Reducer(Freeable):
         bucket_bytes: int | None = None,
         cuda_aware: bool = False,
         on_loss: str = selection.RAISE,
+        group: mpi4py_MPI.Comm | Group | None = None,
     ) -> None:
-        self._group, self._name = group_of(comm), name
+        self._group, self._name = group_of(comm if group is None else group), name
         given = selection.Options(
             reduction_type, schedule, wire_dtype, bucket_bytes, cuda_aware, on_loss
         )

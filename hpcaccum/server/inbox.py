@@ -7,7 +7,7 @@ gradient separately. Another one has the same methods and attributes:
     are then sent to their nodes unasked.
 ``needs_all``: Whether each rank that has not left gives one gradient of each update, so
     that none is made without it.
-``next``: Its block reads gradients; there are none if all of them were given up. At the
+``next``: Its block reads gradients, or none if all of them were given up. At the
     end, their ranks may write new ones. If it raises, the next call gives the same
     gradients again, without those on a node that is lost.
 """

@@ -19,7 +19,7 @@ from ..mpi.reducing import model
 from ..mpi.training import raised
 from .torch_training import Model
 
-# Of float32, not of half precision; sums of them are exact in float32.
+# A float32 that half precision cannot hold; sums of them are exact in float32.
 FINE = 1 + 2**-12
 
 

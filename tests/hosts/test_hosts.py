@@ -79,7 +79,7 @@ def test_bytes_of_each_strategy_are_counted(tmp_path: Path):
         )
         assert 0.5 < link / other < 0.6
     exchanged = rows["exchange"]["figures"]
-    # Of the four figures of links, each is the vector of one node.
+    # Each of the four figures of links is the vector of one node.
     links = [value for what, value in exchanged.items() if "node" in what]
     assert len(links) == 4
     assert all(1 < value < 1.5 for value in links), links

@@ -176,7 +176,7 @@ def test_every_kind_is_verified_and_timed(name, nbytes, comm, size):
     for row in found:
         last = row.max_us if row.p99_us is None else row.p99_us
         assert 0 < row.min_us <= row.median_us <= last <= row.max_us
-        # Of three times all quartiles may be among the ends; the differences of seconds
+        # All quartiles of three times may be among the ends; the differences of seconds
         # and those of microseconds are then rounded otherwise.
         assert 0 <= row.spread_us <= 1.000001 * (row.max_us - row.min_us)
         assert row.samples >= 3

@@ -48,7 +48,7 @@ def local_steps(inner, variables, comm, period=2, **options):
 
 
 def fragments(inner, variables, comm):
-    # Of five steps, the second and the fourth push; the next one takes the answer.
+    # The second and the fourth of five steps push; the next one takes the answer.
     return local_steps(inner, variables, comm, 4, fragments=2, overlap=1)
 
 

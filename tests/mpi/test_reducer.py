@@ -21,7 +21,7 @@ def group(comm):
     return group_of(comm)
 
 
-@pytest.mark.parametrize("given", ["comm", "nothing"])
+@pytest.mark.parametrize("given", ["group", "comm", "nothing"])
 @pytest.mark.parametrize("kind", ["group", "communicator"])
 def test_it_reduces_over_the_group_that_it_is_given(comm, rank, size, kind, given):
     ranks = group_of(comm) if kind == "group" else comm

@@ -89,7 +89,7 @@ def test_messages_have_the_rows_that_changed(group, rank, size):
             opt.minimize(loss)
             meet()
 
-    # Of each row its number and its elements, those of b, and some bytes around them.
+    # The number and the elements of each row, those of b, and some bytes around them.
     nbytes = (2 + size) * (8 + 4 * 4) + 5 * 4
     assert all(nbytes < each < nbytes + 1000 for each in messages)
     assert not messages or len(messages) % 3 == 0

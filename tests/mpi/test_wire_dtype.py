@@ -18,7 +18,7 @@ from .training import gives, raised, turns, variable
 SHAPES = {"matrix": (70, 50), "scalar": (), "vector": (3001,)}
 WIRES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 EACH = pytest.mark.parametrize("wire", WIRES)
-# Of float32, not of half precision.
+# A float32 that half precision cannot hold.
 FINE = np.float32(1 + 2**-12)
 
 

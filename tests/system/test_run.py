@@ -89,7 +89,7 @@ def run(start):
     return wait
 
 
-# Of two groups, the model of one is enough; a file that asks for a start is allowed.
+# The model of one of two groups is enough; a file that asks for a start is allowed.
 @pytest.mark.parametrize("end", ["75", "-11", "9", "14", "203", "may,75"])
 def test_a_command_that_has_lost_a_rank_is_started_again(run, end):
     status, starts, shown = run(f"save,{end} group,{end} 0")

@@ -590,7 +590,7 @@ def state_of(model):
 
 GOOD = np.ones(2, np.float32)
 
-# Of an InvalidArgumentError; others of a TypeError.
+# These raise an InvalidArgumentError, others a TypeError.
 BAD_GRADIENTS = {
     "empty": ((), "no variables provided"),
     "used up": (iter(()), "no variables provided"),
