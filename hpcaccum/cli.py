@@ -23,7 +23,6 @@ from hpcaccum.errors import DeviceUnavailableError
 from hpcaccum.launch import doctor, run, sbatch
 from hpcaccum.mpi import MPI, abort_job, install_excepthook, is_rank, number_in
 from hpcaccum.plan import command as plan
-from hpcaccum.plan import options as plan_options
 from hpcaccum.train import command as train
 from hpcaccum.train import options as train_options
 
@@ -56,7 +55,7 @@ COMMANDS = {
     ),
     "plan": Command(
         "predict speed, drops and lags of the strategies on more ranks than you have",
-        plan_options.add_arguments,
+        plan.add_arguments,
         plan.prepare,
         lambda _: False,
     ),

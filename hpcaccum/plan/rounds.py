@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -42,7 +43,7 @@ def allreduces(
     took = machine.reducing(setting)
     seconds += updates * took
     crossing = 2 * (setting.nodes - 1) / setting.nodes * setting.nbytes / machine.link
-    lags = np.array([n * updates])
+    lags = Counter({0: n * updates})
     return Outcome(seconds, updates, lags, 0, computing, 0.0, updates * crossing)
 
 
@@ -60,12 +61,8 @@ class Rounds:
         self._draws, self._everybody = draws, np.arange(setting.ranks)
         self._quorum, self._node_of = setting.quorum or 1, setting.node_of
         self._crossing = machine.crossing(setting)
-        # How long the server, and its link in the direction that is used more, worked.
-        self._served = self._carried = 0.0
         # The step, and when it was published.
         self._step, self._published = 0, 0.0
-        self._computing = np.zeros(setting.ranks)
-        self._lags, self._overtaken, self._dropped = np.zeros(32, np.int64), 0, 0
         # The next gradient of each rank: its step, when it arrives, how long it took.
         self._local = np.zeros(setting.ranks, np.int64)
         self._arrives, self._took = self._next(self._everybody, np.zeros(1))
@@ -77,13 +74,19 @@ class Rounds:
         calls *= self._machine.call
         return begin + drawn + calls + self._machine.moved(self._setting), drawn
 
+    def _reset(self) -> None:
+        # How long the server, and its link in the direction that is used more, worked.
+        self._served = self._carried = 0.0
+        self._lags, self._dropped, self._overtaken = Counter[int](), 0, 0
+        self._computing = np.zeros(self._setting.ranks)
+
     def run(self, updates: int, warm_up: int) -> Outcome:
         """Simulate updates; those of the warm-up are not counted."""
+        self._reset()
         for _ in range(warm_up):
             self._round()
-        begun, self._overtaken, self._dropped = self._published, 0, 0
-        self._served = self._carried = 0.0
-        self._lags[:], self._computing[:] = 0, 0
+        self._reset()
+        begun = self._published
         for _ in range(updates):
             self._round()
         return Outcome(
@@ -94,15 +97,13 @@ class Rounds:
             self._computing,
             self._served,
             self._carried,
-            self._overtaken / max(int(self._lags.sum()), 1),
+            self._overtaken / self._lags.total(),
         )
 
     def _count(self, ranks: Ints) -> None:
         """Count the gradients of ranks, which arrive, and the time they took."""
-        found = np.bincount(self._step - self._local[ranks])
-        if len(found) > len(self._lags):
-            self._lags = np.pad(self._lags, (0, 2 * len(found) - len(self._lags)))
-        self._lags[: len(found)] += found
+        lags = np.bincount(self._step - self._local[ranks])
+        self._lags.update(dict(enumerate(lags.tolist())))
         self._computing[ranks] += self._took[ranks]
 
     def _round(self) -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections import Counter
+
     from hpcaccum.plan.compute import Floats, Ints
 
 from hpcaccum.server import LARGE
@@ -122,7 +124,7 @@ class Outcome:
 
     seconds: float
     updates: int
-    lags: Ints
+    lags: Counter[int]
     dropped: int
     computing: Floats
     server: float
@@ -137,13 +139,13 @@ class Outcome:
 
     def figures(self, samples: float) -> dict[str, float]:
         """Return what is shown and written; a push has so many ``samples``."""
-        arrived = int(self.lags.sum())
+        arrived = self.lags.total()
         accepted = arrived - self.dropped
         return {
             "updates_per_second": self.updates / self.seconds,
             "samples_per_second": accepted * samples / self.seconds,
             "dropped": self.dropped / arrived,
-            "mean_lag": float(self.lags @ np.arange(len(self.lags))) / arrived,
+            "mean_lag": sum(lag * n for lag, n in self.lags.items()) / arrived,
             "waiting": float(self.waiting.mean()),
             "busiest_link": self.link / self.seconds,
             "server_utilisation": self.server / self.seconds,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from hpcaccum.plan.events import Events
 from hpcaccum.plan.rounds import Rounds, allreduces
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from hpcaccum.plan.compute import Compute
     from hpcaccum.plan.machine import Machine
@@ -56,7 +57,7 @@ class Prediction:
         intervals: In which their means are with 95 %; None of a single simulation.
         waiting: The share of time in which each rank waits.
         lags: How many gradients of all simulations had each lag.
-        doubts: What the prediction is not based on, in words.
+        doubts: Why not to trust the prediction, in words.
     """
 
     setting: Setting
@@ -73,11 +74,10 @@ class Prediction:
 
     def facts(self) -> dict[str, Any]:
         """Return what ``--json`` writes."""
-        setting = asdict(self.setting)
-        if math.isinf(self.setting.staleness):
-            setting["staleness"] = None
+        staleness = self.setting.staleness
         return {
-            **setting,
+            **vars(self.setting),
+            "staleness": None if math.isinf(staleness) else staleness,
             **self.means,
             "lag_p50": self.percentile(50),
             "lag_p90": self.percentile(90),
@@ -95,7 +95,6 @@ def predict(
     setting: Setting,
     machine: Machine,
     compute: Compute,
-    *,
     updates: int,
     seeds: Sequence[int],
     batch: int = 1,
@@ -103,21 +102,20 @@ def predict(
     """Predict what a setting does; a gradient is that of ``batch`` samples."""
     found = [simulate(setting, machine, compute, updates, seed) for seed in seeds]
     figures = [each.figures(setting.steps * batch) for each in found]
+    for each in figures:
+        for name in "updates_per_second", "samples_per_second":
+            # During a restart no rank trains.
+            each[name] *= compute.availability(setting.nodes)
     columns = {name: [each[name] for each in figures] for name in figures[0]}
-    for name in "updates_per_second", "samples_per_second":
-        # During a restart no rank trains.
-        share = compute.availability(setting.nodes)
-        columns[name] = [share * each for each in columns[name]]
     means = {name: fmean(column) for name, column in columns.items()}
-    longest = max(len(each.lags) for each in found)
-    lags = sum(np.pad(each.lags, (0, longest - len(each.lags))) for each in found)
+    lags = sum((each.lags for each in found), Counter[int]())
     return Prediction(
         setting,
         means,
         {name: _interval(column) for name, column in columns.items()},
         np.mean([each.waiting for each in found], axis=0).tolist(),
-        np.trim_zeros(np.asarray(lags), "b").tolist(),
-        _doubts(setting, machine, means),
+        [lags[lag] for lag in range(max(lags) + 1)],
+        list(_doubts(setting, machine, means)),
     )
 
 
@@ -129,17 +127,14 @@ def _interval(column: Sequence[float]) -> tuple[float, float] | None:
     return middle - width, middle + width
 
 
-def _doubts(setting: Setting, machine: Machine, means: dict[str, float]) -> list[str]:
-    """Return why not to trust a prediction.
-
-    By Little's law, the mean lag is the updates a second times the mean time from a
-    pull to the admission, less the share of gradients that make an update themselves.
-    """
-    found, here = list[str](), -(-setting.ranks // setting.nodes)
+def _doubts(
+    setting: Setting, machine: Machine, means: dict[str, float]
+) -> Iterator[str]:
+    here = -(-setting.ranks // setting.nodes)
     if 0 < machine.ranks < here:
-        measured = counted(machine.ranks, "rank")
-        found.append(f"extrapolated from {measured} on a node to {here}")
+        yield f"extrapolated from {counted(machine.ranks, 'rank')} on a node to {here}"
+    # Updates a second times the mean time from a pull to the admission, less the share
+    # of gradients that make an update themselves.
     lag, law = means["mean_lag"], means["law"]
     if abs(lag - law) > _LITTLE * max(lag, law, 1):
-        found.append(f"mean lag {lag:.3g}, by Little's law {law:.3g}: more --updates")
-    return found
+        yield f"mean lag {lag:.3g}, by Little's law {law:.3g}: more --updates"
