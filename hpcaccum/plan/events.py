@@ -11,7 +11,6 @@ import itertools
 import math
 import operator
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -115,7 +114,7 @@ class Events:
     ) -> None:
         self._setting, self._machine, self._draws = setting, machine, draws
         n, self._node_of = setting.ranks, setting.node_of.tolist()
-        self._starts, self._computing, self._took = [0.0] * n, [0.0] * n, [0.0] * n
+        self._starts, self._took = [0.0] * n, [0.0] * n
         bounds = np.searchsorted(setting.node_of, np.arange(setting.nodes + 1)).tolist()
         self._versions = [
             Versions(self._starts, slice(*ends)) for ends in itertools.pairwise(bounds)
@@ -125,9 +124,8 @@ class Events:
         self._exponential = self._random(rng.standard_exponential)
         self._heap = [(self._begin(rank, 0.0), rank) for rank in range(n)]
         heapq.heapify(self._heap)
-        self._step, self._lags, self._dropped = 0, Counter[int](), 0
-        # Until when each is busy; how long they were.
-        self._word = self._busy = self._served = self._since_pull = 0.0
+        # Until when the word of the step, and the server, are busy.
+        self._step, self._word, self._busy = 0, 0.0, 0.0
         self._inward = [Link() for _ in range(setting.nodes)]
         self._outward = [Link() for _ in range(setting.nodes)]
         self._servers = itertools.cycle(range(setting.servers))
@@ -153,28 +151,20 @@ class Events:
 
     def run(self, updates: int, warm_up: int) -> Outcome:
         """Simulate updates; those of the warm-up are not counted."""
-        while self._step < warm_up:
-            self._arrive()
-        begun = self._word
-        self._lags.clear()
-        self._dropped, self._served, self._since_pull = 0, 0.0, 0.0
-        self._computing = [0.0] * self._setting.ranks
-        for link in self._inward + self._outward:
-            link.carried = 0.0
-        while self._step < warm_up + updates:
-            self._arrive()
-        seconds, arrived = self._word - begun, self._lags.total()
-        return Outcome(
-            seconds,
-            updates,
-            self._lags,
-            self._dropped,
-            np.array(self._computing),
-            self._served,
-            max(link.carried for link in self._inward + self._outward),
-            # The interval of an accepted gradient includes its own admission.
-            updates / arrived * (self._since_pull / seconds - 1),
-        )
+        links = self._inward + self._outward
+        for count in warm_up, updates:
+            self._found = found = Outcome(np.zeros(self._setting.ranks))
+            begun, last, self._since_pull = self._word, self._step + count, 0.0
+            for link in links:
+                link.carried = 0.0
+            while self._step < last:
+                self._arrive()
+        found.updates, found.seconds = updates, self._word - begun
+        found.link = max(link.carried for link in links)
+        # The interval of an accepted gradient includes its own admission.
+        accepted = updates / found.lags.total()
+        found.law = accepted * (self._since_pull / found.seconds - 1)
+        return found
 
     def _arrive(self) -> None:
         """Admit or drop the next gradient that arrives."""
@@ -183,14 +173,14 @@ class Events:
         pulled = self._versions[node].at(self._starts[rank])
         now = self._word = max(self._word, arrives) + machine.turn
         self._since_pull += now - pulled.admitted
-        self._computing[rank] += self._took[rank]
-        self._lags[self._step - pulled.step] += 1
+        self._found.computing[rank] += self._took[rank]
+        self._found.lags[self._step - pulled.step] += 1
         if admits(self._step, pulled.step, self._setting.staleness):
             self._step += 1
             start = self._update(now, node)
             start += nap_after(start - now) * next(self._uniform)
         else:
-            self._dropped += 1
+            self._found.dropped += 1
             start = self._useful(now, node)
         start += machine.moved(self._setting)
         heapq.heapreplace(self._heap, (self._begin(rank, start), rank))
@@ -204,7 +194,7 @@ class Events:
         if arrived > self._busy:
             arrived += nap_after(arrived - self._busy) * next(self._uniform)
         took = self._machine.updating(self._setting, 1)
-        self._served += took
+        self._found.server += took
         self._busy = max(self._busy, arrived) + took
         made = Version(self._busy, self._step, now)
         self._versions[0].add(made)

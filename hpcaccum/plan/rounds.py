@@ -28,23 +28,22 @@ def allreduces(
     rng: np.random.Generator,
 ) -> Outcome:
     """Simulate updates for which all ranks wait for each other."""
-    n, computing, seconds = setting.ranks, np.zeros(setting.ranks), 0.0
-    everybody, left = np.arange(n), updates
+    n, left = setting.ranks, updates
+    everybody, found = np.arange(n), Outcome(np.zeros(n), Counter({0: n * updates}))
     while left:
         count = min(left, max(1, _AT_A_TIME // n))
         drawn = draws.draw(everybody, count)
-        computing += drawn.sum(axis=1)
+        found.computing += drawn.sum(axis=1)
         drawn += rng.exponential(machine.call, drawn.shape)
         longest = drawn.max(axis=0)
         # The first that has waited notices last that all have arrived.
         late = napped(longest - drawn.min(axis=0), np.full(count, n / (n + 1)))
-        seconds += float((longest + late).sum())
+        found.seconds += float((longest + late).sum())
         left -= count
-    took = machine.reducing(setting)
-    seconds += updates * took
     crossing = 2 * (setting.nodes - 1) / setting.nodes * setting.nbytes / machine.link
-    lags = Counter({0: n * updates})
-    return Outcome(seconds, updates, lags, 0, computing, 0.0, updates * crossing)
+    found.seconds += updates * machine.reducing(setting)
+    found.updates, found.link = updates, updates * crossing
+    return found
 
 
 class Rounds:
@@ -74,37 +73,23 @@ class Rounds:
         calls *= self._machine.call
         return begin + drawn + calls + self._machine.moved(self._setting), drawn
 
-    def _reset(self) -> None:
-        # How long the server, and its link in the direction that is used more, worked.
-        self._served = self._carried = 0.0
-        self._lags, self._dropped, self._overtaken = Counter[int](), 0, 0
-        self._computing = np.zeros(self._setting.ranks)
-
     def run(self, updates: int, warm_up: int) -> Outcome:
         """Simulate updates; those of the warm-up are not counted."""
-        self._reset()
-        for _ in range(warm_up):
-            self._round()
-        self._reset()
-        begun = self._published
-        for _ in range(updates):
-            self._round()
-        return Outcome(
-            self._published - begun,
-            updates,
-            self._lags,
-            self._dropped,
-            self._computing,
-            self._served,
-            self._carried,
-            self._overtaken / self._lags.total(),
-        )
+        for count in warm_up, updates:
+            self._found = found = Outcome(np.zeros(self._setting.ranks))
+            begun = self._published
+            for _ in range(count):
+                self._round()
+        found.updates, found.seconds = updates, self._published - begun
+        overtaken = updates * (self._setting.ranks - self._quorum)
+        found.law = overtaken / found.lags.total()
+        return found
 
     def _count(self, ranks: Ints) -> None:
         """Count the gradients of ranks, which arrive, and the time they took."""
         lags = np.bincount(self._step - self._local[ranks])
-        self._lags.update(dict(enumerate(lags.tolist())))
-        self._computing[ranks] += self._took[ranks]
+        self._found.lags.update(dict(enumerate(lags.tolist())))
+        self._found.computing[ranks] += self._took[ranks]
 
     def _round(self) -> None:
         fresh = admits(self._step, self._local, self._setting.staleness)
@@ -122,11 +107,10 @@ class Rounds:
             begun = self._arrives[stale] < closes
             stale = stale[begun]
             self._count(stale)
-            self._dropped += stale.size
+            self._found.dropped += stale.size
             self._local[stale] = self._step
             self._arrives[stale], self._took[stale] = again[begun], took[begun]
         self._count(chosen)
-        self._overtaken += self._setting.ranks - chosen.size
         self._close(closes, chosen)
 
     def _closing(self, arrives: Floats) -> tuple[float, Ints]:
@@ -150,8 +134,8 @@ class Rounds:
         turns = np.zeros(setting.nodes)
         turns[others] = np.arange(1, others.size + 1) * self._crossing + machine.latency
         updating = machine.updating(setting, np.sum(nodes == 0) + others.size)
-        self._served += updating
-        self._carried += others.size * self._crossing
+        self._found.server += updating
+        self._found.link += others.size * self._crossing
         self._published = notices + turns.max() + updating
         self._step += 1
         began = napped(self._published - self._arrives[waits], uniform(waits.size))

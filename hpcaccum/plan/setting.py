@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections import Counter
-
     from hpcaccum.plan.compute import Floats, Ints
 
 from hpcaccum.server import LARGE
@@ -107,28 +106,27 @@ class Setting:
         return nbytes
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outcome:
-    """What one simulation has found, after it had warmed up.
+    """What one simulation finds, after it has warmed up.
 
     Attributes:
-        seconds: That it simulated.
-        updates: In them.
+        computing: Seconds that each rank has computed.
         lags: How many gradients arrived with each lag.
         dropped: How many of them did not count.
-        computing: Seconds that each rank has computed.
         server: Seconds that the server has made updates.
         link: Seconds that the busiest link has carried data, in one direction.
+        seconds, updates: What was simulated.
         law: The mean lag by Little's law.
     """
 
-    seconds: float
-    updates: int
-    lags: Counter[int]
-    dropped: int
     computing: Floats
-    server: float
-    link: float
+    lags: Counter[int] = field(default_factory=Counter)
+    dropped: int = 0
+    server: float = 0.0
+    link: float = 0.0
+    seconds: float = 0.0
+    updates: int = 0
     law: float = 0.0
 
     @property
