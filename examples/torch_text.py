@@ -75,10 +75,15 @@ STRATEGIES = {
 parser = argparse.ArgumentParser(description="Train a transformer that writes text.")
 parser.add_argument("strategy", choices=STRATEGIES)
 parser.add_argument("--steps", type=int, default=400, help="steps of each rank (400)")
+for name, kind in ("fragments", int), ("overlap", int), ("wire_dtype", str):
+    parser.add_argument(f"--{name}".replace("_", "-"), type=kind, help="of local steps")
 args = parser.parse_args()
 model = Transformer()
 inner = torch.optim.AdamW(model.parameters(), RATE)
 strategy, options = STRATEGIES[args.strategy]
+for name in "fragments", "overlap", "wire_dtype":
+    if vars(args)[name] is not None:
+        options[name] = vars(args)[name]
 begun = time.perf_counter()
 with strategy(inner, module=model, **options) as opt:
     for _ in range(args.steps):
