@@ -12,6 +12,7 @@ from hpcaccum.errors import BrokenObjectError, EverybodyLeftError
 from hpcaccum.mpi import or_abort
 from hpcaccum.nodes import LostNodeError
 from hpcaccum.server.double_buffer import version_of
+from hpcaccum.server.part import Order
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
@@ -154,7 +155,8 @@ class UpdateLoop(Loop):
                 if grads := self.center.read(batch, deadline):
                     self._broken = True
                     self.center.note(grads)
-                    self.update(grads, self.center.rate(batch))
+                    rate = batch.rate if isinstance(batch, Order) else None
+                    self.update(grads, rate)
                 self.center.write(flat)
             # A rank that gave one of several gradients waits for their update.
             waiting = [place.rank for place in batch.places] if self._inbox.adds else []

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import deque
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +32,6 @@ from hpcaccum.mpi import (
     receive,
 )
 from hpcaccum.nodes import Agent, Service
-from hpcaccum.server.part import OwnPart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,14 +45,15 @@ if TYPE_CHECKING:
     from hpcaccum.server.wire_format import WireFormat
 
 # Words of a node with a server: how many orders its agent has given it, and how many of
-# them it has carried out. An order is a message of the agent, unless it is a thread of
-# the same rank.
+# them it has carried out. The last order is in memory of the node, pickled, at most so
+# many bytes.
 _GIVEN, _DONE = range(2)
-# What an order asks a server for: an update; an answer, with the number of the question
-# and the question; to take the values that were assigned, as a version.
+_ROOM = 1024
+# What an order asks a server for: an update; the answer to a question, which is in a
+# message as it may be long; to take the values that were assigned, as a version.
 UPDATE, ANSWER, END, ASSIGN = range(4)
-# Channels of messages: gradients, orders to servers, answers, what servers begin with.
-_GRADIENTS, _ORDERS, _ANSWERS, _START = range(4)
+# Channels of messages: gradients, questions, answers, what servers begin with.
+_GRADIENTS, _QUESTIONS, _ANSWERS, _START = range(4)
 
 
 class Orders(Service):
@@ -63,7 +63,7 @@ class Orders(Service):
     At most ``most`` steps may be ordered and not made.
 
     Attributes:
-        own: The part of this rank, if it is a server.
+        own, first: The part of this rank, and its arrays, if it is a server.
         buffers: The most steps that may be ordered and not yet made. A server has
             memory for the gradients of each, but in all for no more than a whole one.
         answer: Called with a question of the root; returns the answer.
@@ -91,10 +91,10 @@ class Orders(Service):
         # A signal handler may add a question.
         self._numbers = itertools.count(1)
         self._answers: dict[int, dict[int, Any]] = {}
-        # On a server: how many orders were carried out, the one that is not yet, and
-        # whether one has ended all; answers on their way.
-        self._done, self._ended = 0, False
-        self._order: tuple[Any, ...] | None = None
+        # On a server: whether an order has ended all; the question, with its number,
+        # that it has to answer; answers on their way.
+        self._ended = False
+        self._question: tuple[int, Any] | None = None
         self._sent: list[Any] = []
         # What agents use: queues to and from each node, so that gradients of two steps
         # do not mix; how many orders the server of this node has got, and the versions
@@ -103,36 +103,35 @@ class Orders(Service):
         self._gradients = gradients
         self._giving, self._collecting = self.queues(), self.queues()
         self._given = 0
-        self._orders_here: deque[tuple[Any, ...]] = deque()
         self._collected: set[int] = set()
         with contextlib.ExitStack() as undo:
             self._words = AtomicWords(group.inside, 0, 2)
             undo.callback(self._words.free)
             # For gradients of the server of this node, if it has one, shape (buffers,
-            # elements). Those of a step have the place of its number modulo `buffers`.
-            self._memory = self._allocate(group, publisher.copies.dtype)
+            # elements), and for the order. Gradients of a step have the place of its
+            # number modulo `buffers`.
+            self._memory, self._order = self._allocate(group, publisher.copies.dtype)
             Agent.of(group).add(self)
             undo.pop_all()
         initial = setup.initial.items() if group.rank == servers[0] else ()
         first = self.divide({name: {"": to_host(array)} for name, array in initial})
-        self.own: OwnPart | None = None
-        if group.rank in servers:
-            part = parts[servers.index(group.rank)]
-            values = {name: each[""] for name, each in first.items()}
-            self.own = OwnPart(part, publisher.own, self._memory, values)
+        self.first = {name: each[""] for name, each in first.items()}
+        is_server = group.rank in servers
+        self.own = parts[servers.index(group.rank)] if is_server else None
         # No order comes before its server is there.
         group.allgather(None, f"{setup.what}: servers")
 
-    def _allocate(self, group: Group, dtype: Any) -> Array:
-        """Make the memory for gradients of the server of this node, if it has one."""
+    def _allocate(self, group: Group, dtype: Any) -> tuple[Array, Array]:
+        """Make the memory of the server of this node, if it has one."""
         number = self.publisher.server_here
         if number < 0:
-            return np.empty((0, 0), dtype)
+            return np.empty((0, 0), dtype), np.empty(0, np.uint8)
         size = sum(each.stop - each.start for each in self._parts[number].ranges)
         nbytes = self.buffers * size * dtype.itemsize
         rank = group.node_ranks.index(self._servers[number])
-        memory: Array = memory_of_rank(group.inside, rank, nbytes).view(dtype)
-        return memory.reshape(self.buffers, size)
+        memory = memory_of_rank(group.inside, rank, nbytes + _ROOM)
+        gradients = memory[:nbytes].view(dtype).reshape(self.buffers, size)
+        return gradients, memory[nbytes:]
 
     def divide(
         self, arrays: Mapping[str, Mapping[str, Any]]
@@ -173,7 +172,7 @@ class Orders(Service):
         number = next(self._numbers)
         self._answers[number] = {}
         try:
-            self.request("all_obey", ANSWER, number, question)
+            self.request("all_obey", ANSWER, (number, question))
             return [self._wait_for(rank, number, deadline) for rank in self._servers]
         finally:
             del self._answers[number]
@@ -259,22 +258,24 @@ class Orders(Service):
         while order.places and version not in self._collected:
             yield False
         self._collected.discard(version)
-        yield from self._obey(ASSIGN if order.assigns else UPDATE, order)
+        # The server needs to know only whether there are gradients.
+        mine = order._replace(places=order.places[:1])
+        yield from self._obey(ASSIGN if order.assigns else UPDATE, mine)
         yield from self.publisher.sending(version, nodes)
         self.tell(self._nodes[:1], "made", self.publisher.server_here, version)
 
     def _do_obey(self, *order: Any) -> None:
         self.publisher.turns.add(self._obey(*order))
 
-    def _obey(self, *order: Any) -> Steps:
+    def _obey(self, kind: int, what: Any = None) -> Steps:
         """Give the server of this node an order; wait until it is carried out."""
-        server, tag = self._servers[self.publisher.server_here], self.tag(_ORDERS)
         sent = None
-        if server == self.agent.comm.rank:
-            # Another thread of this rank: a message would take longer.
-            self._orders_here.append(order)
-        else:
-            sent = begun(self.agent.comm.isend, order, server, tag)
+        if kind == ANSWER:
+            server, tag = self._servers[self.publisher.server_here], _QUESTIONS
+            sent = begun(self.agent.comm.isend, what, server, self.tag(tag))
+            what = None
+        data = pickle.dumps((kind, what), -1)
+        self._order[: len(data)] = np.frombuffer(data, np.uint8)
         self._given += 1
         self._words.write(_GIVEN, self._given)
         self.publisher.changed.announce()
@@ -289,47 +290,42 @@ class Orders(Service):
     @contextlib.contextmanager
     def next(self, step: int, deadline: Deadline) -> Iterator[Order]:
         """Wait for the next update; carry out orders of other kinds before it."""
+        given, done = self._words.watch(_GIVEN), self._words.watch(_DONE)
         while not self._ended:
-            kind, *details = self._next_order(deadline)
+            self.publisher.changed.wait(
+                lambda: given() > done(), deadline, lambda: "an order"
+            )
+            self._words.sync()
+            # The same one again if an exception has ended the last call.
+            kind, what = pickle.loads(self._order.data)
             if kind == UPDATE:
-                yield details[0]
+                mean = self._memory[what.step % len(self._memory)]
+                yield what._replace(mean=mean)
             elif kind == ANSWER:
-                self._answer(*details)
+                self._answer()
             elif kind == ASSIGN:
-                self.assign(details[0].version)
-            self._ended, self._order = kind == END, None
-            self._done += 1
-            self._words.write(_DONE, self._done)
+                self.assign(what.version)
+            self._ended, self._question = kind == END, None
+            self._words.write(_DONE, done() + 1)
             self.agent.wake()
             if kind == UPDATE:
                 return
         raise EverybodyLeftError(f"{self._what}: the host has ended all servers")
 
-    def _next_order(self, deadline: Deadline) -> tuple[Any, ...]:
-        """Return the next order, again if an exception has ended the last call."""
-        if self._order is None:
-            given, done = self._words.watch(_GIVEN), self._done
-            self.publisher.changed.wait(
-                lambda: given() > done, deadline, lambda: "an order"
-            )
-            limit = Deadline(None, f"{self._what}: server")
-            _, self._order = limit.wait(self._receive, lambda: "its message")
-        return self._order
-
-    def _receive(self) -> tuple[int, Any] | None:
-        if self._orders_here:
-            return self.agent.comm.rank, self._orders_here.popleft()
-        return receive(self.agent.comm, self.tag(_ORDERS))
-
-    def _answer(self, number: int, question: Any) -> None:
+    def _answer(self) -> None:
         """Answer a question; do not wait for the root.
 
         The root may have given it up: it receives the answer when it asks again.
         """
+        comm, root = self.agent.comm, self._servers[0]
+        if self._question is None:
+            limit, tag = Deadline(None, f"{self._what}: server"), self.tag(_QUESTIONS)
+            found = limit.wait(lambda: receive(comm, tag), lambda: "a question")
+            self._question = found[1]
+        number, question = self._question
         self._are_received()
         answer = number, self.answer(question)
-        root, tag = self._servers[0], self.tag(_ANSWERS)
-        self._sent.append(self.agent.comm.isend(answer, root, tag))
+        self._sent.append(comm.isend(answer, root, self.tag(_ANSWERS)))
 
     def _are_received(self) -> bool:
         """Whether the root has received all answers of this server."""
@@ -352,5 +348,5 @@ class Orders(Service):
             lambda: f"host rank {self._servers[0]} to receive answers",
         )
         self.agent.remove(self.number, f"{self._what}: free")
-        self._memory = np.empty((0, 0))
+        self._memory, self._order = np.empty((0, 0)), np.empty(0, np.uint8)
         self._words.free()

@@ -21,6 +21,7 @@ from hpcaccum.server.client import Client
 from hpcaccum.server.double_buffer import step_of, version_of
 from hpcaccum.server.loop import UpdateLock, UpdateLoop
 from hpcaccum.server.order_loop import OrderLoop
+from hpcaccum.server.parameter_copies import Copier
 from hpcaccum.server.part import Center
 
 if TYPE_CHECKING:
@@ -98,12 +99,11 @@ class ParameterServer(Client):
     def _make_loops(self) -> None:
         """Make the loop of this rank's part of the center, and that of the root."""
         what, orders, step = self._what, self._orders, self._setup.step
-        own = None if orders is None else orders.own
         loop = self._updates = UpdateLoop(
             orders or self._inbox,
             self._update_lock if orders is None else UpdateLock(what),
             what,
-            own or self._make_center(),
+            self._make_center(),
             self._publisher,
             self._node_update,
         )
@@ -117,7 +117,12 @@ class ParameterServer(Client):
                 self._ordering.set_step(step)
 
     def _make_center(self) -> Center:
-        """Return all of the center, in memory of the node if its ranks can help."""
+        """Return what this server has, in memory of the node if its ranks can help."""
+        if self._orders is not None:
+            own = self._orders.own
+            assert own is not None
+            copies, first = self._publisher.own, self._orders.first
+            return Center(own.wire, Copier(own.wire), copies, first)
         initial = self._setup.initial
         arrays = {name: np.array(to_host(array)) for name, array in initial.items()}
         if self._node_update is not None:
@@ -240,6 +245,9 @@ class ParameterServer(Client):
         """
         call, failure, version = f"{self._what}: assign", None, -1
         if self._updates is not None:
+            own = None if self._orders is None else self._orders.own
+            if own is not None:
+                values = {name: own.piece(name, values[name]) for name in own.within}
             self._updates.keep(values)
         # No server may get the order before it has the values.
         self._group.allgather(None, call)
