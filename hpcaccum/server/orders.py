@@ -205,9 +205,6 @@ class Orders(Service):
         ready = self.publisher.promise(order.version, givers if awaited else ())
         self.tell({*givers, *ready, *self._nodes}, "step", order, ready)
 
-    def _do_made(self, server: int, version: int) -> None:
-        self.publisher.note_made(server, version)
-
     def _do_all_obey(self, *order: Any) -> None:
         """Give all servers an order of another kind, after all earlier ones."""
         self.tell(self._nodes, "obey", *order)
@@ -254,7 +251,7 @@ class Orders(Service):
     # On a server's node
 
     def _make(self, order: Order, nodes: list[int]) -> Steps:
-        version = order.version
+        version, here = order.version, self.publisher.server_here
         while order.places and version not in self._collected:
             yield False
         self._collected.discard(version)
@@ -262,7 +259,7 @@ class Orders(Service):
         mine = order._replace(places=order.places[:1])
         yield from self._obey(ASSIGN if order.assigns else UPDATE, mine)
         yield from self.publisher.sending(version, nodes)
-        self.tell(self._nodes[:1], "made", self.publisher.server_here, version)
+        self.publisher.tell(self._nodes[:1], "made", here, version)
 
     def _do_obey(self, *order: Any) -> None:
         self.publisher.turns.add(self._obey(*order))

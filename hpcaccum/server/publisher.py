@@ -298,6 +298,8 @@ class Publisher(Service):
         self._words.write(_MADE + server, version)
         self.changed.announce()
 
+    _do_made = note_made
+
     def made(self) -> int:
         """Return the version that all servers have made."""
         return min(self._words.read_range(_MADE, len(self._servers)))

@@ -19,8 +19,7 @@ from hpcaccum.errors import (
 from hpcaccum.mpi import MPI, lack_of_threads
 from hpcaccum.server.client import Client
 from hpcaccum.server.double_buffer import step_of, version_of
-from hpcaccum.server.loop import UpdateLock, UpdateLoop
-from hpcaccum.server.order_loop import OrderLoop
+from hpcaccum.server.loop import OrderLoop, UpdateLock, UpdateLoop
 from hpcaccum.server.parameter_copies import Copier
 from hpcaccum.server.part import Center
 
