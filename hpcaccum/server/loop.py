@@ -79,6 +79,10 @@ class Loop:
         """Make an update of a batch of gradients."""
         raise NotImplementedError
 
+    def assign(self, deadline: Deadline) -> int:
+        """Assign the values that all servers keep; return their version."""
+        raise NotImplementedError
+
     # The thread
 
     def start_thread(self) -> None:
@@ -181,7 +185,13 @@ class UpdateLoop(Loop):
         """Keep what will be assigned."""
         self._kept = values
 
-    def assign(self, version: int) -> None:
+    def assign(self, deadline: Deadline) -> int:
+        """Assign the values that were kept; return their version."""
+        version = self._publisher.newest_version() + 1
+        self.publish_kept(version)
+        return version
+
+    def publish_kept(self, version: int) -> None:
         """Set the center to what was kept, and publish it as a version."""
         self.center.assign(self._kept)
         self._kept = {}
@@ -218,11 +228,7 @@ class OrderLoop(Loop):
     def set_step(self, step: int) -> None:
         """Begin with a step that all servers publish."""
         self._step = self._ordered = step
-        version = version_of(step)
-        self._publisher.announce(version)
-        for server in range(len(self._publisher.nodes)):
-            self._publisher.note_made(server, version)
-        self._orders.request("begin", version)
+        self._publisher.begin(version_of(step))
 
     @traced("update", lambda args, _: {"step": args[1].step + 1})
     def _make(self, batch: Batch, deadline: Deadline) -> None:

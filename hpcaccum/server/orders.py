@@ -194,10 +194,6 @@ class Orders(Service):
 
     # On the root's node
 
-    def _do_begin(self, version: int) -> None:
-        """Have the first version sent to the nodes that have asked for it."""
-        self.publisher.send_promised(self.publisher.promise(version))
-
     def _do_order(self, order: Order, awaited: bool) -> None:
         """Send an order to all nodes concerned."""
         givers = self._gradients.by_node(order.places)

@@ -108,7 +108,7 @@ class ParameterServer(Client):
         )
         loop.set_step(step)
         if orders is not None:
-            orders.assign = loop.assign
+            orders.assign = loop.publish_kept
             if self.is_root:
                 self._ordering = OrderLoop(
                     self._inbox, self._update_lock, what, orders, loop
@@ -253,7 +253,8 @@ class ParameterServer(Client):
         try:
             if self.is_root:
                 with self.paused():
-                    version = self._assign(Deadline(None, call))
+                    assert self._loop is not None
+                    version = self._loop.assign(Deadline(None, call))
         except Exception as error:
             failure = error
         self.come_back()
@@ -263,14 +264,6 @@ class ParameterServer(Client):
         self._has.clear()
         self._pulled = step_of(self._assigned)
         return self._pulled
-
-    def _assign(self, deadline: Deadline) -> int:
-        if self._ordering is not None:
-            return self._ordering.assign(deadline)
-        assert self._updates is not None
-        version = self._publisher.newest_version() + 1
-        self._updates.assign(version)
-        return version
 
     def come_back(self) -> None:
         """End what `suspend` has begun, before all ranks meet."""
