@@ -32,6 +32,7 @@ from hpcaccum.mpi import (
     receive,
 )
 from hpcaccum.nodes import Agent, Service
+from hpcaccum.server.part import Order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import NodeParts, Place, Steps
     from hpcaccum.server.options import ServerSetup
-    from hpcaccum.server.part import Order, Part
+    from hpcaccum.server.part import Part
     from hpcaccum.server.publisher import Publisher
     from hpcaccum.server.wire_format import WireFormat
 
@@ -172,7 +173,7 @@ class Orders(Service):
         number = next(self._numbers)
         self._answers[number] = {}
         try:
-            self.request("all_obey", ANSWER, (number, question))
+            self.request("all_obey", ANSWER, number, question)
             return [self._wait_for(rank, number, deadline) for rank in self._servers]
         finally:
             del self._answers[number]
@@ -251,23 +252,21 @@ class Orders(Service):
         while order.places and version not in self._collected:
             yield False
         self._collected.discard(version)
-        # The server needs to know only whether there are gradients.
-        mine = order._replace(places=order.places[:1])
-        yield from self._obey(ASSIGN if order.assigns else UPDATE, mine)
+        what = version, bool(order.places), order.factor, order.rate
+        yield from self._obey(ASSIGN if order.assigns else UPDATE, *what)
         yield from self.publisher.sending(version, nodes)
         self.publisher.tell(self._nodes[:1], "made", here, version)
 
     def _do_obey(self, *order: Any) -> None:
         self.publisher.turns.add(self._obey(*order))
 
-    def _obey(self, kind: int, what: Any = None) -> Steps:
+    def _obey(self, kind: int, *what: Any) -> Steps:
         """Give the server of this node an order; wait until it is carried out."""
         sent = None
         if kind == ANSWER:
             server, tag = self._servers[self.publisher.server_here], _QUESTIONS
-            sent = begun(self.agent.comm.isend, what, server, self.tag(tag))
-            what = None
-        data = pickle.dumps((kind, what), -1)
+            sent, what = begun(self.agent.comm.isend, what, server, self.tag(tag)), ()
+        data = pickle.dumps((kind, *what), -1)
         self._order[: len(data)] = np.frombuffer(data, np.uint8)
         self._given += 1
         self._words.write(_GIVEN, self._given)
@@ -290,14 +289,16 @@ class Orders(Service):
             )
             self._words.sync()
             # The same one again if an exception has ended the last call.
-            kind, what = pickle.loads(self._order.data)
+            kind, *what = pickle.loads(self._order.data)
             if kind == UPDATE:
-                mean = self._memory[what.step % len(self._memory)]
-                yield what._replace(mean=mean)
+                version, has_gradients, factor, rate = what
+                order = Order(version, factor=factor, rate=rate)
+                mean = self._memory[order.step % len(self._memory)]
+                yield order._replace(mean=mean) if has_gradients else order
             elif kind == ANSWER:
                 self._answer()
             elif kind == ASSIGN:
-                self.assign(what.version)
+                self.assign(what[0])
             self._ended, self._question = kind == END, None
             self._words.write(_DONE, done() + 1)
             self.agent.wake()

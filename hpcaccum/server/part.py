@@ -30,7 +30,7 @@ class Order(NamedTuple):
         places: Of the gradients that make it; it may be empty.
         divisor, factor: See `Batch`.
         rate: The learning rate; None for the optimizer's own.
-        mean: On a server, its part of the mean of the gradients.
+        mean: On a server, its part of the mean of the gradients, if there are any.
     """
 
     version: int
@@ -146,24 +146,25 @@ class Center:
 
     def read(self, batch: Any, deadline: Deadline) -> dict[str, Any]:
         """Return the means of the gradients that are present, times their factor."""
-        # There is no gradient if its rank was admitted and then failed to write.
-        if not batch.places:
-            return {}
         # Before the mean, which overwrites memory that they need.
         parts = {p.name: batch.rows(p, deadline) for p in self._wire.rows}
         mean, rows = self._mean(batch, deadline), {}
+        # There is no gradient if its rank was admitted and then failed to write.
+        if mean is None:
+            return {}
         if parts:
             rows = self._wire.read_rows(parts, mean, batch.divisor, batch.factor)
         if batch.factor != 1:
             mean = self._scaled(mean, batch.factor)
         return {**self._wire.read_gradients(mean), **rows}
 
-    def _mean(self, batch: Batch | Order, deadline: Deadline) -> Array:
+    def _mean(self, batch: Batch | Order, deadline: Deadline) -> Array | None:
         """Return the mean of the arrays of a batch, which may be changed."""
         size = self._wire.gradients.size
         if isinstance(batch, Order):
-            assert batch.mean is not None
             return batch.mean
+        if not batch.places:
+            return None
         if not batch.is_local:
             return batch.collect(size, deadline)
         if len(batch.places) == 1 and batch.divisor == 1:
