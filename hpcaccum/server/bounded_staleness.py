@@ -8,7 +8,6 @@ applied yet. The check and the update are therefore one atomic operation.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -305,10 +304,10 @@ class BoundedStalenessInbox:
         return self._receipt(False, local_step, step)
 
     def _receipt(self, accepted: bool, local_step: int, step: int) -> Receipt:
-        receipt = Receipt(accepted, local_step, step)
+        factor = 1.0
         if accepted and self._factors is not None:
-            return dataclasses.replace(receipt, factor=self._factors(receipt.lag))
-        return receipt
+            factor = self._factors(step - local_step)
+        return Receipt(accepted, local_step, step, factor=factor)
 
     def _set_intent(self, rank: int, word: int) -> None:
         self._words.store_unordered(self._intents + _APART * rank, word)

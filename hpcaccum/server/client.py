@@ -174,15 +174,15 @@ class Client(Freeable):
         deadline = Deadline(None, f"{self._what}: pull")
         if self._publisher.copies.version() < at_least:
             self._wait_for(at_least, deadline)
+        copies, has = self._publisher.copies, dict[str, int]()
         if all_on_device(self._what, into.values()):
-            return self._publisher.read(self._fetch_to(into), deadline), {}
-        has: dict[str, int] = {}
+            return step_of(copies.read(self._fetch_to(into), deadline)), has
 
         def copy(flat: Array) -> None:
             nonlocal has
             has = self._copier.read(flat, into, since)
 
-        return self._publisher.read(copy, deadline), has
+        return step_of(copies.read(copy, deadline)), has
 
     def _wait_for(self, version: int, deadline: Deadline) -> None:
         # What is made already comes to this node also during a pause.

@@ -245,10 +245,6 @@ class Publisher(Service):
         nodes = agent.describe(self.nodes[n] for n in behind)
         return f"update {step} by {ranks}, servers of {nodes}"
 
-    def read(self, use: Callable[[Array], None], deadline: Deadline) -> int:
-        """Let ``use`` copy what this node has; see `DoubleBuffer.read`."""
-        return step_of(self.copies.read(use, deadline))
-
     def complete_here(self, version: int) -> None:
         """Let the ranks of this node read what `copies.begin` returned memory for."""
         self.copies.complete(version)
