@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from hpcaccum.mpi.talk import control
 from hpcaccum.nodes import Agent, Service, transfer
 from hpcaccum.server import (
     node_update,
+    orders,
     parameter_copies,
     publisher,
     wire_format,
@@ -272,8 +274,15 @@ def before_answers(
         ordered: Whether the servers are told before to answer the question.
     """
     calls, name = [call], "_wait_for" if ordered else "request"
-    orders = optimizer._server._orders
-    return _before(orders, name, lambda *_: calls and calls.pop()())
+    owner = optimizer._server._orders
+    return _before(owner, name, lambda *_: calls and calls.pop()())
+
+
+def interrupt_order(error: type[BaseException]) -> Any:
+    """Return a patch: one of several servers gets an order, and then it raises."""
+    failing = mock.Mock(wraps=pickle)
+    failing.loads.side_effect = error
+    return mock.patch.object(orders, "pickle", failing)
 
 
 def mend(optimizer: Any) -> None:

@@ -4,8 +4,8 @@ A `ParameterServer` is one object on every rank: a client, and on servers a loop
 root is the rank that decides what makes each update; users call it the host.
 
 gradients: A rank writes its gradient as one vector (`wire_format`) and submits it to an
-    `Inbox`, of which there are two: `QuorumInbox`, and `BoundedStalenessInbox`, whose
-    base is an `UpdateQueue`.
+    `Inbox`, of which there are two: `QuorumInbox` and `BoundedStalenessInbox`. Late
+    gradients may have a factor (`lateness`).
 updates: A server runs an `UpdateLoop`, which updates what the server has of the center:
     all of it, or a `part`. On one node, `node_update` divides an update among the ranks
     that wait.
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from hpcaccum.server.bounded_staleness import BoundedStalenessInbox
 from hpcaccum.server.inbox import Inbox, MakeInbox
+from hpcaccum.server.lateness import Factors, Lateness, factors_of
 from hpcaccum.server.options import (
     LARGE,
     ServerOptions,
@@ -33,7 +34,6 @@ from hpcaccum.server.options import (
 from hpcaccum.server.part import joined
 from hpcaccum.server.quorum import QuorumInbox
 from hpcaccum.server.server import ParameterServer, ServerState, check_first_step
-from hpcaccum.server.update_queue import Factors, Lateness, factors_of
 from hpcaccum.server.wire_format import gradients_by_name
 
 __all__ = [

@@ -1,7 +1,7 @@
 """Parameters that one rank publishes and its node reads, never half an update.
 
-There are two copies, and a word for each with the step that it holds. The publisher
-sets the word of the older copy to the new step, writes the copy, then sets a third
+There are two copies, and a word for each with the version that it holds. The publisher
+sets the word of the older copy to the new version, writes it, then sets a third
 word, which says that it is complete and which one it is. A reader copies the newest
 complete one. Then it checks whether the publisher has begun to overwrite it; if so, it
 reads again.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # A version is a step, and in these bits how often values have been assigned to it.
 _ASSIGNED_BITS = 20
-# The newest complete copy: its step and its number. Then the step of each copy.
+# The newest complete copy: its version and its number. Then the version of each copy.
 _NEWEST, _HOLDS = 0, 1
 
 
@@ -49,7 +49,7 @@ def writer_inside(group: Group, root: int) -> tuple[Group, int]:
 
 
 class DoubleBuffer:
-    """A vector on the root of a node, with a step that increases. Collective."""
+    """A vector on the root of a node, with a version that increases. Collective."""
 
     def __init__(self, group: Group, root: int, size: int, dtype: Any) -> None:
         self.size, self.dtype = size, np.dtype(dtype)
@@ -71,15 +71,15 @@ class DoubleBuffer:
             self._pinned = Pinned(self._memory)
 
     def version(self) -> int:
-        """Return the step of the newest complete copy; -1 if there is none."""
+        """Return the version of the newest complete copy; -1 if there is none."""
         return self._words.read(_NEWEST) >> 1
 
-    def has(self, step: int) -> Callable[[], bool]:
-        """Return what finds out whether a step, or a newer one, is complete.
+    def has(self, version: int) -> Callable[[], bool]:
+        """Return what finds out whether a version, or a newer one, is complete.
 
         For a rank that polls; a `read` then gets it.
         """
-        newest, least = self._words.watch(_NEWEST), step << 1
+        newest, least = self._words.watch(_NEWEST), version << 1
         return lambda: newest() >= least
 
     @property
@@ -87,17 +87,17 @@ class DoubleBuffer:
         """The number of the copy that `begin` returns."""
         return 1 - (self._words.read(_NEWEST) & 1)
 
-    def begin(self, step: int) -> Array:
-        """Return the memory for a new step, larger than all before; the root only."""
+    def begin(self, version: int) -> Array:
+        """Return the memory for a new version, the largest so far; the root only."""
         copy = self.writing
         # Readers must be able to see this before anything is overwritten.
-        self._words.write(_HOLDS + copy, step)
+        self._words.write(_HOLDS + copy, version)
         self._words.sync()
         return self.copy(copy)
 
-    def complete(self, step: int) -> None:
+    def complete(self, version: int) -> None:
         """Publish what `begin` returned the memory for."""
-        self._words.write(_NEWEST, step << 1 | self.writing)
+        self._words.write(_NEWEST, version << 1 | self.writing)
 
     def copy(self, copy: int) -> Array:
         """Return the memory of a copy, 0 or 1."""
@@ -105,26 +105,26 @@ class DoubleBuffer:
         return self._memory[begin : begin + nbytes].view(self.dtype)
 
     def read(self, use: Callable[[Array], None], deadline: Deadline) -> int:
-        """Let ``use`` copy from the newest version; return its step."""
+        """Let ``use`` copy what is newest; return its version."""
 
         def read() -> int | None:
-            step, copy = self.newest()
+            version, copy = self.newest()
             use(self.copy(copy))
-            return step if self.has_kept(step, copy) else None
+            return version if self.has_kept(version, copy) else None
 
         missing = "a copy that no two updates of the parameters overtake"
         return deadline.wait(read, lambda: missing)
 
     def newest(self) -> tuple[int, int]:
-        """Return the step and the number of the newest complete copy."""
+        """Return the version and the number of the newest complete copy."""
         newest = self._words.read(_NEWEST)
         return newest >> 1, newest & 1
 
-    def has_kept(self, step: int, copy: int) -> bool:
-        """Return whether what was read from a copy until now was that of a step."""
+    def has_kept(self, version: int, copy: int) -> bool:
+        """Return whether what was read from a copy until now was that of a version."""
         # All reads must be done before that of the word that validates them.
         self._words.sync()
-        return self._words.read(_HOLDS + copy) == step
+        return self._words.read(_HOLDS + copy) == version
 
     def free(self) -> None:
         """Free the memory. Collective."""

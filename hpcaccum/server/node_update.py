@@ -46,11 +46,11 @@ _CHUNK = 1 << 15
 _SHARES, _LEAST, _MOST = 4, 1 << 15, 1 << 19
 # Elements for which a rank wakes another thread.
 _THREAD = 1 << 18
-# Words: the next piece to work on, and how many are complete; then the update, pickled,
-# at most so many words, and for each rank. Others follow: of each piece, who works on
-# which chunk; of each worker, whether it works.
-_NEXT, _DONE, _UPDATE = 0, 8, 16
-_FIXED, _FOR_RANK = 32, 16
+# Words: the next piece to work on, and how many are complete; then of each piece, who
+# works on which chunk; of each worker, whether it works.
+_NEXT, _DONE, _PLACES = 0, 8, 16
+# Bytes of an update, pickled, at most; and for each rank.
+_FIXED, _FOR_RANK = 256, 128
 # The word of the next piece: the number of the update, which begins again at 0 after so
 # many, and the piece.
 _NUMBERED, _BITS = 1 << 31, 32
@@ -135,9 +135,7 @@ class NodeUpdate:
         self._pieces = max(1, -(-layout.size // self._piece))
         with contextlib.ExitStack() as undo:
             workers = group.size * self._threads
-            self._room = _FIXED + _FOR_RANK * group.size
-            self._places = _UPDATE + self._room
-            self._busy = -(-(self._places + self._pieces) // _APART) * _APART
+            self._busy = -(-(_PLACES + self._pieces) // _APART) * _APART
             self._words = AtomicWords(group, root, self._busy + _APART * workers)
             undo.callback(self._words.free)
             if group.rank == root:
@@ -154,16 +152,16 @@ class NodeUpdate:
 
     def _allocate(self, group: Group, root: int) -> Array:
         """Return memory of the node: a vector for the center, and one for each slot."""
-        size, slots, dtype = (
-            self._layout.size,
-            len(self._rule.slots),
-            self._layout.dtype,
-        )
+        layout, slots = self._layout, len(self._rule.slots)
+        size, dtype = layout.size, layout.dtype
         # Two chunks of each worker: while it saves one, the one before must stay.
         shape = group.size * self._threads, 2, slots, min(_CHUNK, self._piece)
         count = (1 + slots) * size + math.prod(shape)
-        memory = memory_of_rank(group, root, count * dtype.itemsize).view(dtype)
-        vectors, saved = np.split(memory, [(1 + slots) * size])
+        nbytes, room = count * dtype.itemsize, _FIXED + _FOR_RANK * group.size
+        memory = memory_of_rank(group, root, nbytes + room)
+        # The update that ranks work on, pickled.
+        self._update = memory[nbytes:]
+        vectors, saved = np.split(memory[:nbytes].view(dtype), [(1 + slots) * size])
         self._saved = saved.reshape(shape)
         return vectors.reshape(1 + slots, size)
 
@@ -222,7 +220,7 @@ class NodeUpdate:
 
     def _do_rest(self, piece: int, number: int, update: _Update) -> None:
         """Do what a rank that has died has not done of a piece."""
-        word, begun = self._words.read(self._places + piece), 0
+        word, begun = self._words.read(_PLACES + piece), 0
         if word >> _BITS == number:
             worker, begun = word >> _WORKER_BITS & _ALL_DONE, word & _ALL_DONE
             if begun == _ALL_DONE:
@@ -237,9 +235,7 @@ class NodeUpdate:
     def _announce(self, batch: Batch, numbers: Sequence[float]) -> None:
         mean = [*batch.places], batch.divisor, batch.factor
         data = pickle.dumps((self._copies.writing, mean, [*map(float, numbers)]))
-        words = memoryview(data.ljust(-(-len(data) // 8) * 8)).cast("q")
-        assert len(words) <= self._room
-        self._words.store(_UPDATE, words)
+        self._update[: len(data)] = np.frombuffer(data, np.uint8)
         self._words.store(_DONE, [0])
         # Last: from now on other ranks take pieces. No store, as they change the word
         # also while they find that none are left.
@@ -247,8 +243,7 @@ class NodeUpdate:
         self._words.exchange(_NEXT, number << _BITS)
 
     def _announced(self) -> _Update:
-        words = np.array(self._words.read_range(_UPDATE, self._room), np.int64)
-        copy, (places, divisor, factor), numbers = pickle.loads(words.data)
+        copy, (places, divisor, factor), numbers = pickle.loads(self._update.data)
         dtype = self._layout.dtype
         batch = Batch(self._parts, places, dtype, divisor, factor=factor)
         gradients = batch.views(self._layout.size)
@@ -293,7 +288,7 @@ class NodeUpdate:
 
     def _saving(self, piece: int, number: int, worker: int) -> Iterator[slice]:
         """Yield the chunks of a piece, each when it may be changed."""
-        place, tag = self._places + piece, number << _BITS | worker << _WORKER_BITS
+        place, tag = _PLACES + piece, number << _BITS | worker << _WORKER_BITS
         for count, chunk in enumerate(self._chunks(piece)):
             saved = self._saved[worker, count & 1]
             for slot, values in zip(self._slots, saved, strict=True):
@@ -330,4 +325,4 @@ class NodeUpdate:
         self._join()
         self._words.free()
         self._center, *self._slots = np.empty((1 + len(self._slots), 0))
-        self._saved = np.empty((0, 0, 0, 0))
+        self._saved, self._update = np.empty((0, 0, 0, 0)), np.empty(0, np.uint8)

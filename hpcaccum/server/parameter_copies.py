@@ -147,12 +147,9 @@ class Copier:
 
     def write(self, center: Mapping[str, Array], flat: Array, copy: int) -> None:
         """Bring a published vector up to date; the root only."""
-        if self.whole:
-            for name, view in self.views(flat).items():
-                view[...] = center[name]
-            return
         self._copy_lacked(center, flat, copy)
-        self._complete(flat, copy)
+        if not self.whole:
+            self._complete(flat, copy)
 
     def _copy_lacked(self, source: Mapping[str, Array], flat: Array, copy: int) -> None:
         """Copy what a copy lacks of variables."""

@@ -30,6 +30,7 @@ class Order(NamedTuple):
         places: Of the gradients that make it; it may be empty.
         divisor, factor: See `Batch`.
         rate: The learning rate; None for the optimizer's own.
+        mean: On a server, its part of the mean of the gradients, if there are any.
     """
 
     version: int
@@ -37,6 +38,7 @@ class Order(NamedTuple):
     divisor: float = 1.0
     factor: float = 1.0
     rate: float | None = None
+    mean: Array | None = None
 
     @property
     def step(self) -> int:
@@ -113,7 +115,7 @@ class Part:
 
 
 class Center:
-    """The center of a single server; `OwnPart` is that of one of several.
+    """The center, or the part of it that one of several servers has.
 
     Args:
         wire: How its variables lie in flat vectors.
@@ -121,6 +123,9 @@ class Center:
         copies: These vectors.
         arrays: Name to array.
         threads: To use for sums.
+
+    Attributes:
+        arrays: As given.
     """
 
     def __init__(
@@ -139,34 +144,32 @@ class Center:
         """Whether every vector of a batch on this node has all gradients."""
         return self._wire.is_complete(batch)
 
-    def rate(self, batch: Any) -> float | None:
-        """Return the learning rate of an update; None for the optimizer's own."""
-        return None
-
     def read(self, batch: Any, deadline: Deadline) -> dict[str, Any]:
         """Return the means of the gradients that are present, times their factor."""
-        # There is no gradient if its rank was admitted and then failed to write.
-        if not batch.places:
-            return {}
         # Before the mean, which overwrites memory that they need.
         parts = {p.name: batch.rows(p, deadline) for p in self._wire.rows}
         mean, rows = self._mean(batch, deadline), {}
+        # There is no gradient if its rank was admitted and then failed to write.
+        if mean is None:
+            return {}
         if parts:
             rows = self._wire.read_rows(parts, mean, batch.divisor, batch.factor)
         if batch.factor != 1:
             mean = self._scaled(mean, batch.factor)
         return {**self._wire.read_gradients(mean), **rows}
 
-    def _mean(self, batch: Any, deadline: Deadline) -> Array:
+    def _mean(self, batch: Batch | Order, deadline: Deadline) -> Array | None:
         """Return the mean of the arrays of a batch, which may be changed."""
         size = self._wire.gradients.size
+        if isinstance(batch, Order):
+            return batch.mean
+        if not batch.places:
+            return None
         if not batch.is_local:
-            collected: Array = batch.collect(size, deadline)
-            return collected
+            return batch.collect(size, deadline)
         if len(batch.places) == 1 and batch.divisor == 1:
             # Every variable has one gradient or none, so nothing is changed.
-            view: Array = batch.views(size)[0]
-            return view
+            return batch.views(size)[0]
         with np.errstate(all="ignore"):
             batch.total(self._room(batch.dtype), deadline, self._threads)
         return self._room(batch.dtype)
@@ -191,50 +194,15 @@ class Center:
         self._copier.note({name: each.indices for name, each in rows.items()})
 
     def assign(self, values: Mapping[str, Array]) -> None:
-        """Set it to the values of all variables."""
+        """Set it to values, one for each array."""
         rows = [place.name for place in self._wire.rows]
         self._copier.note({name: np.arange(len(self.arrays[name])) for name in rows})
         for name, array in self.arrays.items():
-            np.copyto(array, self._piece(name, values[name]))
-
-    def _piece(self, name: str, whole: Array) -> Array:
-        return whole
+            np.copyto(array, values[name])
 
     def write(self, flat: Array) -> None:
         """Copy it to where it is published."""
         self._copier.write(self.arrays, flat, self._copies.writing)
-
-
-class OwnPart(Center):
-    """The part of the center that this server, one of several, has.
-
-    Args:
-        part: Which one.
-        copies: Where it is published.
-        gradients: Of its next updates, shape (buffers, elements).
-        arrays: Its first values.
-    """
-
-    def __init__(
-        self,
-        part: Part,
-        copies: DoubleBuffer,
-        gradients: Array,
-        arrays: dict[str, Array],
-    ) -> None:
-        super().__init__(part.wire, Copier(part.wire), copies, arrays)
-        self._part, self._gradients = part, gradients
-
-    def rate(self, batch: Order) -> float | None:
-        """Return the learning rate of an update; None for the optimizer's own."""
-        return batch.rate
-
-    def _mean(self, batch: Order, deadline: Deadline) -> Array:
-        mean: Array = self._gradients[batch.step % len(self._gradients)]
-        return mean
-
-    def _piece(self, name: str, whole: Array) -> Array:
-        return self._part.piece(name, whole)
 
 
 def joined(pieces: Sequence[Array | None], shape: tuple[int, ...]) -> Array | None:

@@ -245,10 +245,6 @@ class Publisher(Service):
         nodes = agent.describe(self.nodes[n] for n in behind)
         return f"update {step} by {ranks}, servers of {nodes}"
 
-    def read(self, use: Callable[[Array], None], deadline: Deadline) -> int:
-        """Let ``use`` copy what this node has; see `DoubleBuffer.read`."""
-        return step_of(self.copies.read(use, deadline))
-
     def complete_here(self, version: int) -> None:
         """Let the ranks of this node read what `copies.begin` returned memory for."""
         self.copies.complete(version)
@@ -293,10 +289,19 @@ class Publisher(Service):
 
     # The root's node, of several servers
 
+    def begin(self, version: int) -> None:
+        """Say that all servers publish a first version; the root only."""
+        self.announce(version)
+        for server in range(len(self.nodes)):
+            self.note_made(server, version)
+        self.tell(self.nodes[:1], "published", version, [], False)
+
     def note_made(self, server: int, version: int) -> None:
         """Note the newest version of a server."""
         self._words.write(_MADE + server, version)
         self.changed.announce()
+
+    _do_made = note_made
 
     def made(self) -> int:
         """Return the version that all servers have made."""
@@ -370,7 +375,7 @@ class Publisher(Service):
             self._wants[node] = version
             return
         self._promise([node])
-        self.send_promised([node])
+        self._send_promised([node])
 
     def promise(self, version: int, nodes: Collection[int] = ()) -> list[int]:
         """Note the newest version; return the nodes to which it must be sent.
@@ -391,28 +396,25 @@ class Publisher(Service):
             if self._wants.get(node, _NONE) <= self._newest:
                 self._wants.pop(node, None)
 
-    def send_promised(self, nodes: list[int]) -> None:
-        """Have the servers send the newest version to nodes."""
-        self.tell(self.nodes, "send", self._newest, nodes)
-        if len(self._parts) > 1:
-            self.tell(nodes, "expect", self._newest)
-
     def _do_published(self, version: int, nodes: list[int], pushed: bool) -> None:
-        """Send a version of a single server to nodes; not again if the root has."""
-        ready = self.promise(version, nodes)
+        """Send a version to nodes that wait for it; not again if the root has."""
         for node in nodes if pushed else ():
             self._sent[node] = max(version, self._sent.get(node, 0))
-        if ready:
-            self._do_send(version, ready)
+        self._send_promised(self.promise(version, nodes))
+
+    def _send_promised(self, nodes: list[int]) -> None:
+        """Have the servers send the newest version to nodes."""
+        if len(self._parts) == 1:
+            self._begin_to_send(self._newest, nodes)
+        elif nodes:
+            self.tell(self.nodes, "send", self._newest, nodes)
+            self.tell(nodes, "expect", self._newest)
 
     # On a server's node
 
     def _do_send(self, version: int, nodes: list[int]) -> None:
-        """Send a version to nodes, after all that was ordered before."""
-        if len(self._parts) == 1:
-            self._begin_to_send(version, nodes)
-        else:
-            self.turns.add(self.sending(version, nodes))
+        """Send a part to nodes, after all that was ordered before."""
+        self.turns.add(self.sending(version, nodes))
 
     def sending(self, version: int, nodes: list[int]) -> Steps:
         """Return steps that begin to send a part to nodes, as it is now."""

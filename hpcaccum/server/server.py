@@ -19,8 +19,8 @@ from hpcaccum.errors import (
 from hpcaccum.mpi import MPI, lack_of_threads
 from hpcaccum.server.client import Client
 from hpcaccum.server.double_buffer import step_of, version_of
-from hpcaccum.server.loop import UpdateLock, UpdateLoop
-from hpcaccum.server.order_loop import OrderLoop
+from hpcaccum.server.loop import OrderLoop, UpdateLock, UpdateLoop
+from hpcaccum.server.parameter_copies import Copier
 from hpcaccum.server.part import Center
 
 if TYPE_CHECKING:
@@ -98,18 +98,17 @@ class ParameterServer(Client):
     def _make_loops(self) -> None:
         """Make the loop of this rank's part of the center, and that of the root."""
         what, orders, step = self._what, self._orders, self._setup.step
-        own = None if orders is None else orders.own
         loop = self._updates = UpdateLoop(
             orders or self._inbox,
             self._update_lock if orders is None else UpdateLock(what),
             what,
-            own or self._make_center(),
+            self._make_center(),
             self._publisher,
             self._node_update,
         )
         loop.set_step(step)
         if orders is not None:
-            orders.assign = loop.assign
+            orders.assign = loop.publish_kept
             if self.is_root:
                 self._ordering = OrderLoop(
                     self._inbox, self._update_lock, what, orders, loop
@@ -117,7 +116,12 @@ class ParameterServer(Client):
                 self._ordering.set_step(step)
 
     def _make_center(self) -> Center:
-        """Return all of the center, in memory of the node if its ranks can help."""
+        """Return what this server has, in memory of the node if its ranks can help."""
+        if self._orders is not None:
+            own = self._orders.own
+            assert own is not None
+            copies, first = self._publisher.own, self._orders.first
+            return Center(own.wire, Copier(own.wire), copies, first)
         initial = self._setup.initial
         arrays = {name: np.array(to_host(array)) for name, array in initial.items()}
         if self._node_update is not None:
@@ -240,13 +244,17 @@ class ParameterServer(Client):
         """
         call, failure, version = f"{self._what}: assign", None, -1
         if self._updates is not None:
+            own = None if self._orders is None else self._orders.own
+            if own is not None:
+                values = {name: own.piece(name, values[name]) for name in own.within}
             self._updates.keep(values)
         # No server may get the order before it has the values.
         self._group.allgather(None, call)
         try:
             if self.is_root:
                 with self.paused():
-                    version = self._assign(Deadline(None, call))
+                    assert self._loop is not None
+                    version = self._loop.assign(Deadline(None, call))
         except Exception as error:
             failure = error
         self.come_back()
@@ -256,14 +264,6 @@ class ParameterServer(Client):
         self._has.clear()
         self._pulled = step_of(self._assigned)
         return self._pulled
-
-    def _assign(self, deadline: Deadline) -> int:
-        if self._ordering is not None:
-            return self._ordering.assign(deadline)
-        assert self._updates is not None
-        version = self._publisher.newest_version() + 1
-        self._updates.assign(version)
-        return version
 
     def come_back(self) -> None:
         """End what `suspend` has begun, before all ranks meet."""

@@ -1,6 +1,6 @@
 /*
  * A center in parts on several servers: orders, gradients and parameters between nodes.
- * In hpcaccum/server: order_loop.py, orders.py, publisher.py.
+ * In hpcaccum/server: loop.py, orders.py, publisher.py.
  *
  * tests/system/test_model.py runs it through Spin. A configuration is a set of macros:
  *

@@ -25,7 +25,7 @@ from hpcaccum.bench.measure import (
     rows,
 )
 from hpcaccum.bench.options import BENCHMARKS, CASES, WIRE
-from hpcaccum.server.publisher import Publisher
+from hpcaccum.server.double_buffer import DoubleBuffer
 
 pytestmark = pytest.mark.any_size
 
@@ -213,12 +213,12 @@ def wrong_take(monkeypatch):
 
 
 def wrong_read(monkeypatch):
-    read = Publisher.read
+    read = DoubleBuffer.read
 
     def wrong(self, use, deadline):
         return read(self, lambda flat: use(off(flat)), deadline)
 
-    monkeypatch.setattr(Publisher, "read", wrong)
+    monkeypatch.setattr(DoubleBuffer, "read", wrong)
 
 
 def wrong_gradient(monkeypatch):

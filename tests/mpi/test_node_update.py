@@ -12,15 +12,9 @@ from hpcaccum import group_of, testing
 from hpcaccum.mpi import MPI
 
 from .acting import meet, same_bits, until
+from .training import RULES, SHAPES, drawn, several
 
-SHAPES = {"matrix": (37, 5), "scalar": (), "vector": (600,), "empty": (0,)}
-RULES = {
-    "SGD": lambda: hpc.SGD(0.1),
-    "Momentum": lambda: hpc.Momentum(0.1, 0.9),
-    "Nesterov": lambda: hpc.Momentum(0.1, 0.9, use_nesterov=True),
-    "Adagrad": lambda: hpc.Adagrad(0.1),
-    "Adam": lambda: hpc.Adam(lambda step: 0.1 / (step + 1)),
-}
+KINDS = {**RULES, "Nesterov": lambda: hpc.Momentum(0.1, 0.9, use_nesterov=True)}
 
 
 @pytest.fixture(autouse=True)
@@ -36,20 +30,11 @@ def one_node(comm):
         pytest.skip("the ranks are on several nodes")
 
 
-def made(dtype=np.float32):
-    return [hpc.Variable(np.ones(s, dtype), name) for name, s in SHAPES.items()]
-
-
-def drawn(rank, call, dtype):
-    random = np.random.default_rng([rank, call])
-    return [random.normal(size=shape).astype(dtype) for shape in SHAPES.values()]
-
-
 def train(opt, variables, calls, lacks=lambda rank, call: ()):
     """Make steps with drawn gradients, without those of some variables."""
     rank = MPI.COMM_WORLD.rank
     for call in range(calls):
-        grads = drawn(rank, call, variables[0].dtype)
+        grads = drawn(rank, call, variables)
         for missing in lacks(rank, call):
             grads[missing] = None
         opt.minimize(lambda grads=grads: (0.0, grads), var_list=variables)
@@ -64,9 +49,9 @@ def mean(parts):
 
 def modelled(rule, dtype, size, calls, lacks=lambda rank, call: ()):
     """Return the variables after the same steps of one process, and their rule."""
-    variables = made(dtype)
+    variables = several(dtype)
     for call in range(calls):
-        grads = [drawn(rank, call, dtype) for rank in range(size)]
+        grads = [drawn(rank, call, variables) for rank in range(size)]
         pairs = []
         for number, var in enumerate(variables):
             parts = [
@@ -81,14 +66,14 @@ def modelled(rule, dtype, size, calls, lacks=lambda rank, call: ()):
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [(kind, np.float32) for kind in RULES] + [("Momentum", np.float64)],
+    [(kind, np.float32) for kind in KINDS] + [("Momentum", np.float64)],
 )
 def test_all_bits_are_those_of_the_rule(comm, size, kind, dtype):
-    variables = made(dtype)
-    with hpc.SyncReplicasOptimizer(RULES[kind](), size, comm=comm) as opt:
+    variables = several(dtype)
+    with hpc.SyncReplicasOptimizer(KINDS[kind](), size, comm=comm) as opt:
         train(opt, variables, 4)
         meet()
-        expected, rule = modelled(RULES[kind](), dtype, size, 4)
+        expected, rule = modelled(KINDS[kind](), dtype, size, 4)
         for own, var in zip(variables, expected, strict=True):
             same_bits(own.value, var.value)
             for slot in rule.get_slot_names() if comm.rank == 0 else ():
@@ -107,14 +92,14 @@ def some(rank, call):
 
 
 @pytest.mark.ranks(max=2)
-@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_missing_gradients_change_nothing(comm, size, kind):
     # With Adam, the variables have had different numbers of updates from then on.
-    variables = made()
-    with hpc.SyncReplicasOptimizer(RULES[kind](), size, comm=comm) as opt:
+    variables = several()
+    with hpc.SyncReplicasOptimizer(KINDS[kind](), size, comm=comm) as opt:
         train(opt, variables, 5, some)
         meet()
-    expected, _ = modelled(RULES[kind](), np.float32, size, 5, some)
+    expected, _ = modelled(KINDS[kind](), np.float32, size, 5, some)
     for own, var in zip(variables, expected, strict=True):
         # A mean of fewer is divided twice.
         np.testing.assert_allclose(own.value, var.value, 1e-5)
@@ -135,7 +120,7 @@ class Counted(hpc.SGD):
 
 
 def test_an_optimizer_of_the_user_makes_the_updates_itself(comm, rank, size):
-    variables, rule = made(), Counted()
+    variables, rule = several(), Counted()
     assert not rule.elementwise
     with hpc.SyncReplicasOptimizer(rule, size, comm=comm) as opt:
         train(opt, variables, 3)
@@ -157,7 +142,7 @@ def noted_pieces(opt, before=lambda piece: None):
 
 
 def start(comm, rule, size, **options):
-    variables = made()
+    variables = several()
     opt = hpc.SyncReplicasOptimizer(rule, size, comm=comm, **options)
     opt.initialize(variables)
     return opt, variables
@@ -192,7 +177,7 @@ def test_ranks_that_wait_work_on_the_update(comm, rank, size):
 
 @pytest.mark.usefixtures("one_node")
 def test_the_host_needs_no_help(comm, rank, size):
-    variables = made()
+    variables = several()
     opt = hpc.DropStaleGradientOptimizer(hpc.SGD(0.1), 0, comm=comm)
     opt.initialize(variables)
     pieces = noted_pieces(opt)

@@ -56,6 +56,10 @@ def test_several_servers_go_on_after_an_interrupted_wait(group, which):
     if group.rank == servers[which]:
         interrupted(opt.serve)
     meet()
+    if which and group.rank == servers[which]:
+        # Between the receipt of an order and its update.
+        with testing.interrupt_order(MemoryError):
+            assert type(raised(opt.serve)) is MemoryError
     same_bits(train(opt, var, group.rank in servers), EXPECTED)
     assert opt.global_step == 4
     meet()

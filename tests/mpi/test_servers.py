@@ -16,27 +16,7 @@ from hpcaccum.mpi.job.runtime import MPI
 
 from .acting import VAIN, meet, same_bits, until
 from .on_nodes import leads, named
-from .training import ONE_SIDED, gives, raised, turns
-
-SHAPES = {"matrix": (37, 5), "scalar": (), "vector": (600,), "empty": (0,)}
-RULES = {
-    "SGD": lambda: hpc.SGD(0.1),
-    "Momentum": lambda: hpc.Momentum(0.1, 0.9),
-    "Adagrad": lambda: hpc.Adagrad(0.1),
-    "Adam": lambda: hpc.Adam(lambda step: 0.1 / (step + 1)),
-}
-
-
-def made(dtypes=(np.float32,)):
-    return [
-        hpc.Variable(np.ones(shape, dtypes[n % len(dtypes)]), name)
-        for n, (name, shape) in enumerate(SHAPES.items())
-    ]
-
-
-def drawn(rank, call, variables):
-    random = np.random.default_rng([rank, call])
-    return [random.normal(size=var.shape).astype(var.dtype) for var in variables]
+from .training import ONE_SIDED, RULES, drawn, gives, raised, several, turns
 
 
 def flat(arrays):
@@ -57,7 +37,7 @@ def train(group, rule, servers, *, calls=3, dtypes=(np.float32,), lacks=()):
     Args:
         lacks: Pairs of a call and a variable of which a rank has no gradient, with it.
     """
-    variables = made(dtypes)
+    variables = several(*dtypes)
     opt = hpc.SyncReplicasOptimizer(rule, group.size, comm=group, servers=servers)
     for call in range(calls):
         grads = drawn(group.rank, call, variables)
@@ -154,7 +134,7 @@ def local_steps(rule, _, group, servers):
 def test_single_gradients_are_applied_in_order(group, make):
     found = []
     for servers in (None, leaders(group)):
-        variables = made()
+        variables = several()
         opt = make(hpc.Momentum(0.1, 0.9), variables, group, servers=servers)
         opt.initialize(variables)
         push_in_turn(group, opt, variables, 4)
@@ -173,7 +153,7 @@ def test_single_gradients_are_applied_in_order(group, make):
 def test_late_gradients_have_their_factors_on_all_servers(group, rule):
     found = []
     for servers in (None, leaders(group)):
-        variables = made()
+        variables = several()
         opt = hpc.DropStaleGradientOptimizer(
             rule(), group.size, lateness="inverse", comm=group, servers=servers
         )
@@ -189,7 +169,7 @@ def test_late_gradients_have_their_factors_on_all_servers(group, rule):
         meet()
         opt.free()
     compare(found[1], found[0])
-    plain, expected = rule(), made()
+    plain, expected = rule(), several()
     for rank in range(group.size):
         late = [
             grad * grad.dtype.type(1 / (1 + rank)) for grad in drawn(rank, 0, expected)
@@ -201,7 +181,7 @@ def test_late_gradients_have_their_factors_on_all_servers(group, rule):
 @pytest.mark.parametrize("slow", [False, True], ids=["at_once", "slowly"])
 def test_all_parts_are_of_one_step(group, slow):
     # All elements of step k are k.
-    variables = made()
+    variables = several()
     for var in variables:
         var.value[...] = 0
     servers, step = last_ranks(group), hpc.Variable(0, "step")

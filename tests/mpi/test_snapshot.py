@@ -14,7 +14,16 @@ from hpcaccum import InvalidArgumentError, group_of
 from hpcaccum.optimizers import center
 
 from ..common import same_bits
-from .training import ONE_SIDED, WRAPPERS, gives, meet, raised, turns, variable
+from .training import (
+    ONE_SIDED,
+    WRAPPERS,
+    drawn,
+    gives,
+    meet,
+    raised,
+    turns,
+    variable,
+)
 
 pytestmark = pytest.mark.any_size
 
@@ -32,11 +41,6 @@ def fresh(value=1.0, dtype=np.float32):
     return [
         variable(np.full(shape, value), dtype, name) for name, shape in SHAPES.items()
     ]
-
-
-def drawn(rank, call, variables):
-    random = np.random.default_rng([rank, call])
-    return [random.normal(size=var.shape).astype(var.dtype) for var in variables]
 
 
 def same(one, other):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,27 @@ import hpcaccum as hpc
 from hpcaccum import testing
 
 from .support import meet as meet
+
+# Of variables with a few elements, one, and none; and rules for them.
+SHAPES = {"matrix": (37, 5), "scalar": (), "vector": (600,), "empty": (0,)}
+RULES: dict[str, Callable[[], hpc.Optimizer]] = {
+    "SGD": lambda: hpc.SGD(0.1),
+    "Momentum": lambda: hpc.Momentum(0.1, 0.9),
+    "Adagrad": lambda: hpc.Adagrad(0.1),
+    "Adam": lambda: hpc.Adam(lambda step: 0.1 / (step + 1)),
+}
+
+
+def several(*dtypes: Any) -> list[hpc.Variable]:
+    """Return variables of ones, of float32 or of these dtypes in turn."""
+    pairs = zip(SHAPES.items(), itertools.cycle(dtypes or ["f4"]), strict=False)
+    return [hpc.Variable(np.ones(shape, dt), name) for (name, shape), dt in pairs]
+
+
+def drawn(rank: int, call: int, variables: Sequence[hpc.Variable]) -> list[Any]:
+    """Return random gradients of variables."""
+    random = np.random.default_rng([rank, call])
+    return [random.normal(size=var.shape).astype(var.dtype) for var in variables]
 
 
 def variable(value: Any = 0.0, dtype: Any = np.float64, name: str = "w"):

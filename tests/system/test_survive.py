@@ -31,7 +31,7 @@ from hpcaccum import testing
 from hpcaccum.accumulator import host_calls, protocol, storage, take, turns
 from hpcaccum.mpi.memory import atomic_words
 from hpcaccum.nodes import calls as requests
-from hpcaccum.server import node_update, update_queue
+from hpcaccum.server import bounded_staleness, node_update
 from mpi4py import MPI
 
 comm = MPI.COMM_WORLD
@@ -127,9 +127,9 @@ print(f"rank {rank} has the end", flush=True)
 )
 
 SUBMIT = [
-    ("update_queue.UpdateQueue.admit", "before"),
-    ("update_queue.UpdateQueue.admit", "after"),
-    ("update_queue.UpdateQueue.put", "after"),
+    ("bounded_staleness.BoundedStalenessInbox.admit", "before"),
+    ("bounded_staleness.BoundedStalenessInbox.admit", "after"),
+    ("bounded_staleness.BoundedStalenessInbox.put", "after"),
     ("loss", "before"),
 ]
 # Between nodes, agents of others admit a gradient.

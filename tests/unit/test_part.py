@@ -21,7 +21,7 @@ def wire(dtypes=(np.float32,)):
     )
 
 
-def shards(form, count, elementwise):
+def parts_of(form, count, elementwise):
     return [
         Part(form, part, elementwise=elementwise)
         for part in cut(form.parameters, count, elementwise=elementwise)
@@ -38,7 +38,7 @@ def test_pieces_of_all_servers_are_the_variables(count, elementwise):
             name: view.astype(each.wire.dtypes[name])
             for name, view in each.wire.parameters.views(flat[each.part]).items()
         }
-        for each in shards(form, count, elementwise)
+        for each in parts_of(form, count, elementwise)
     ]
 
     for name, view in form.parameters.views(flat).items():
@@ -62,7 +62,7 @@ def test_gradients_are_those_of_the_wire_format(elementwise):
     gradient[form.present] = [0.5, 0, 1, 1]
     expected = form.read_gradients(gradient.copy())
     found = []
-    for each in shards(form, 3, elementwise):
+    for each in parts_of(form, 3, elementwise):
         ranges = np.concatenate([gradient[piece] for piece in each.ranges])
         found.append(each.wire.read_gradients(ranges))
 
@@ -76,7 +76,7 @@ def test_gradients_are_those_of_the_wire_format(elementwise):
 def test_parameters_are_written_to_their_places():
     form = wire()
     flat = np.arange(form.parameters.size, dtype=np.float32)
-    for each in shards(form, 3, True):
+    for each in parts_of(form, 3, True):
         arrays = each.wire.parameters.views(flat[each.part])
         written = np.full(each.part.stop - each.part.start, np.nan, np.float32)
         Copier(each.wire).write(arrays, written, 0)
