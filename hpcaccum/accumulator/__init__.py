@@ -1,7 +1,7 @@
 """Accumulators: gradients are admitted if they are not stale, and summed until taken.
 
-`ConditionalAccumulator`, `SparseConditionalAccumulator` and, for a parameter server,
-`VectorAccumulator` are handles (`handle`) to the state in `shared`.
+`ConditionalAccumulator` and `SparseConditionalAccumulator` are handles (`handle`) to
+the state in `shared`, which a parameter server uses directly.
 
 A gradient: `writer` has it admitted by the `protocol`, or by an agent if the words are
     on another node (`host_calls`), and writes it to one of the rank's `buffers`
@@ -27,26 +27,30 @@ from hpcaccum.accumulator.device_rows import DeviceRowAccumulator
 from hpcaccum.accumulator.handle import Taken
 from hpcaccum.accumulator.membership import Membership
 from hpcaccum.accumulator.receipts import Counters, Receipt, Tally
-from hpcaccum.accumulator.shared import AccumulatorStatistics
+from hpcaccum.accumulator.settings import Settings
+from hpcaccum.accumulator.shared import AccumulatorStatistics, SharedAccumulator
 from hpcaccum.accumulator.sparse import SparseConditionalAccumulator, SparseGradient
-from hpcaccum.accumulator.state import WordLayout, admits
-from hpcaccum.accumulator.vectors import VectorAccumulator
+from hpcaccum.accumulator.state import Packing, WordLayout, admits
+from hpcaccum.accumulator.storage import Buffers
 
 __all__ = [
     "AccumulatorStatistics",
     "Batch",
+    "Buffers",
     "ConditionalAccumulator",
     "Counters",
     "DeviceAccumulator",
     "DeviceRowAccumulator",
     "DeviceStatistics",
     "Membership",
+    "Packing",
     "Receipt",
+    "Settings",
+    "SharedAccumulator",
     "SparseConditionalAccumulator",
     "SparseGradient",
     "Taken",
     "Tally",
-    "VectorAccumulator",
     "WordLayout",
     "admits",
 ]

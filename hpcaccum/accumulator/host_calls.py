@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum.accumulator.protocol import Request
@@ -169,8 +168,7 @@ class HostCalls(Calls):
             # The next take withdraws the request of one whose rank is dead.
             take.leave(withdraws=isinstance(error, WaitTimeoutError))
             raise
-        shape = self._protocol.shapes.shape(closed.shape)
-        total = self._storage.short_total(closed, math.prod(shape))
+        total = self._storage.short_total(closed)
         return dataclasses.replace(closed, total=total)
 
     def _missing(self, rank: int) -> str:

@@ -252,7 +252,8 @@ class Take:
             if record.number and not record.adding and not self._storage.is_lost(rank):
                 full[rank], shape = record, max(shape, record.shape)
                 count, weight = count + record.number, weight + record.weight
-        return Closed(step, parity, number, count, weight, shape, full)
+        of_round = self._protocol.shapes.shape(shape) if full else ()
+        return Closed(step, parity, number, count, weight, of_round, full)
 
     def _end(self, closed: Closed) -> None:
         """Record that no other take reduces a round."""
@@ -263,9 +264,7 @@ class Take:
 
     def _clear(self, closed: Closed) -> None:
         """Make room for the next round of this parity."""
-        size = None
-        if closed.count:
-            size = math.prod(self._protocol.shapes.shape(closed.shape))
+        size = math.prod(closed.shape) if closed.count else None
         self._storage.clear(closed.parity, size)
         # Before the turn is passed on: the next take may open this parity again.
         self._protocol.clear_records(closed.parity)
