@@ -111,12 +111,13 @@ class AdmissionProtocol:
         counters: What happened to the gradients of each rank.
         max_lag: By how many steps a gradient may be late.
         apart: Whether a rank that adds a gradient spoils no more than its own sum.
+        mean: Whether results are means.
     """
 
     def __init__(self, group: Group, settings: Settings, what: str) -> None:
         rank, n = group.rank, group.size
         self.what, self._rank, self._size = what, rank, n
-        self.apart = settings.storage != SUM
+        self.apart, self.mean = settings.storage != SUM, settings.reduction == "MEAN"
         self._late, self.max_lag = settings.late, 1 if settings.late else 0
         self.packing = Packing(shaped=not settings.has_one_shape)
         layout = WordLayout(after=_FIXED)

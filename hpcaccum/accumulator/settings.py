@@ -64,10 +64,6 @@ class Settings:
         """Whether gradients have some rows only."""
         return self.storage == ROWS
 
-    def divisor(self, weight: float) -> float:
-        """Return what divides a sum of gradients of this weight; 0 if it has none."""
-        return weight or 1.0 if self.reduction == "MEAN" else 1.0
-
     @property
     def has_one_shape(self) -> bool:
         """Whether all gradients have one shape."""

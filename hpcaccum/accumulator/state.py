@@ -146,6 +146,7 @@ class Closed:
         number: Gradients that were admitted to it.
         count: Those that are in it; the others were lost.
         weight: Sum of their weights.
+        divisor: Of their sum: the weight, if the result is their mean.
         shape: Of its gradients, or of their rows.
         records: The records of the ranks that have gradients, in rank order.
         total: The bytes of their sum, in the accumulation dtype, if an agent sent them.
@@ -156,6 +157,7 @@ class Closed:
     number: int
     count: int = 0
     weight: float = 0.0
+    divisor: float = 1.0
     shape: Shape = ()
     records: dict[int, Record] = field(default_factory=dict)
     total: bytes | None = None

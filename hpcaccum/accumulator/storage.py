@@ -67,7 +67,6 @@ class Buffers:
         self, group: Group, settings: Settings, what: str, size: int | None = None
     ) -> None:
         self._rank, self._rows = group.rank, settings.rows
-        self._divisor = settings.divisor
         self.has_rows = bool(settings.rows)
         self._dtype = accumulation_dtype(settings.dtype)
         self._capacity = settings.capacity if size is None else size
@@ -180,8 +179,8 @@ class Buffers:
         written once. Other nodes have a minute, also if less is left.
         """
         if closed.total is not None:
-            divisor = self._divisor(closed.weight)
-            add_in_order([np.frombuffer(closed.total, self._dtype)], out, divisor)
+            total: Array = np.frombuffer(closed.total, self._dtype)
+            add_in_order([total], out, closed.divisor)
             return
         self.batch(closed).total(out, deadline, self._threads)
 
@@ -198,8 +197,8 @@ class Buffers:
             places.append(Place(rank, begin, record.factor))
             if record.copied and self._has_copies:
                 copied.append(rank)
-        divisor = self._divisor(closed.weight)
-        return Batch(self.parts, places, self._dtype, divisor, closed.step, copied)
+        about = closed.divisor, closed.step, copied
+        return Batch(self.parts, places, self._dtype, *about)
 
     def short(self, grad: Any) -> bytes | None:
         """Return what `write` stores of a gradient, if it may be sent at once."""
@@ -307,7 +306,7 @@ class Sums:
     has_rows = False
 
     def __init__(self, group: Group, settings: Settings, what: str) -> None:
-        self._capacity, self._divisor = settings.capacity, settings.divisor
+        self._capacity = settings.capacity
         self._dtype = accumulation_dtype(settings.dtype)
         self._stride = _aligned(self._capacity * self._dtype.itemsize)
         # Where the agent of the root's node reaches them.
@@ -356,7 +355,7 @@ class Sums:
         else:
             total = np.empty(out.size, self._dtype)
             self._region.get(closed.parity * self._stride, total)
-        add_in_order([total], out, self._divisor(closed.weight), self._threads)
+        add_in_order([total], out, closed.divisor, self._threads)
 
     def _view(self, parity: int, count: int) -> Array:
         self._region.sync()

@@ -252,8 +252,9 @@ class Take:
             if record.number and not record.adding and not self._storage.is_lost(rank):
                 full[rank], shape = record, max(shape, record.shape)
                 count, weight = count + record.number, weight + record.weight
+        divisor = weight if full and self._protocol.mean else 1.0
         of_round = self._protocol.shapes.shape(shape) if full else ()
-        return Closed(step, parity, number, count, weight, of_round, full)
+        return Closed(step, parity, number, count, weight, divisor, of_round, full)
 
     def _end(self, closed: Closed) -> None:
         """Record that no other take reduces a round."""
