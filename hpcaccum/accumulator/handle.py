@@ -18,7 +18,7 @@ from typing import (
     cast,
 )
 
-from hpcaccum.accumulator.host_calls import HostCalls
+from hpcaccum.accumulator.host_calls import FarTake, HostCalls
 from hpcaccum.accumulator.protocol import AdmissionProtocol
 from hpcaccum.accumulator.receipts import Tally
 from hpcaccum.accumulator.settings import Settings
@@ -169,15 +169,15 @@ class SharedAccumulator(Freeable):
         when the limit passes. A round of which all gradients were lost is held if
         ``empty``, on the host's node; else another is closed at its step.
         """
-        with self._taking.hold("take_grad", deadline):
-            if self.calls is not None and not self.calls.near:
-                with self.calls.hold_round(required, deadline, at_least) as closed:
-                    yield closed
-                return
+        take: Take | FarTake
+        if self.calls is None or self.calls.near:
             of = self.protocol, self.storage, self.group.rank
-            take = Take(*of, required, at_least, empty)
+            take = Take(*of, required, at_least, empty, self.calls)
+        else:
+            take = FarTake(self.calls, required, at_least)
+        with self._taking.hold("take_grad", deadline):
             try:
-                yield take.wait(deadline, self.calls)
+                yield take.wait(deadline)
                 take.complete()
             finally:
                 take.leave()
