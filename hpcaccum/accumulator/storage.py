@@ -27,7 +27,6 @@ from hpcaccum.rows import (
     matrix,
     merged,
     rows_of,
-    union_size,
     weighted,
 )
 from hpcaccum.spans import traced
@@ -129,7 +128,7 @@ class Buffers:
             # Surely, if they have no row in common.
             if place.number(held) + rows.indices.size <= room or not joins():
                 continue
-            number = union_size(place.rows(held).indices, rows.indices)
+            number = np.union1d(place.rows(held).indices, rows.indices).size
             if number > room:
                 raise InvalidArgumentError(
                     f"{self._label(place)}: the gradients of a rank in one round have "
