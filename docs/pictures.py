@@ -75,7 +75,7 @@ server/double_buffer.py
 (host | 525 345 455 440 | The node of the host rank
 rank2 | 45 385 190 92 | a rank | optimizers/one_sided.py | server/client.py: push
 buffer2 | 255 515 200 92 | its gradient buffer | shared memory of the node | \
-accumulator/buffers.py
+accumulator/writer.py
 agent2 | 260 655 190 92 | the agent of the node | nodes/agent.py | nodes/parts.py: \
 sending
 copies2 | 45 655 170 92 | two copies | shared memory | double_buffer.py

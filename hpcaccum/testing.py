@@ -137,7 +137,7 @@ def limit_rounds(accumulator: Any, count: int) -> Any:
 # Steps of an accumulator or optimizer, and the methods that make them.
 _STEPS: dict[str, Callable[[Any], tuple[Any, str]]] = {
     # A gradient is admitted; the same of DropStaleGradientOptimizer.
-    "admit": lambda owner: (_accumulator(owner)._shared.writer, "_admit"),
+    "admit": lambda owner: (_shared(owner).writer, "_admit"),
     "put": lambda optimizer: (optimizer._server._inbox, "put"),
     # The gradients of a closed round are added; rows are brought to the device.
     "sum": lambda accumulator: (accumulator._storage, "total"),
@@ -157,18 +157,18 @@ def before_records(owner: Any, call: Callable[[], object]) -> Any:
         owner: An accumulator, or an initialized SyncReplicasOptimizer.
         call: Makes the gradient, which is admitted, a lost one if it raises.
     """
-    accumulator = _accumulator(owner)
-    shared, mine = accumulator._shared, accumulator._shared.group.rank
+    shared = _shared(owner)
+    mine = shared.group.rank
     if shared.calls is None or shared.calls.near:
         # The agent may publish those of other ranks.
         return _before(
-            accumulator._protocol, "arrive", lambda rank, _: rank == mine and call()
+            shared.protocol, "arrive", lambda rank, _: rank == mine and call()
         )
     return _before(shared.calls, "arrive", lambda _: call())
 
 
-def _accumulator(owner: Any) -> Any:
-    return owner._server._inbox if hasattr(owner, "_server") else owner
+def _shared(owner: Any) -> Any:
+    return owner._server._inbox if hasattr(owner, "_server") else owner._shared
 
 
 # Optimizers with a server

@@ -1,11 +1,11 @@
 """Accumulators: gradients are admitted if they are not stale, and summed until taken.
 
-`ConditionalAccumulator`, `SparseConditionalAccumulator` and, for a parameter server,
-`VectorAccumulator` are handles (`handle`) to the state in `shared`.
+`ConditionalAccumulator` and `SparseConditionalAccumulator` are handles (`handle`) to a
+`SharedAccumulator`, which a parameter server uses directly.
 
 A gradient: `writer` has it admitted by the `protocol`, or by an agent if the words are
-    on another node (`host_calls`), and writes it to one of the rank's `buffers`
-    in the `storage`. The threads of a rank write in turn (`turns`).
+    on another node (`host_calls`), and writes it to one of the rank's two buffers in
+    the `storage`. The threads of a rank write in turn (`turns`).
 A take: `take` closes the round, and a `batch` has the gradients that are summed.
 Words: `membership`, `turns`, `receipts` and `shapes` keep their state in words;
     `state` assigns these, and packs those of the protocol. `settings` has the checked
@@ -24,29 +24,36 @@ from hpcaccum.accumulator.conditional import ConditionalAccumulator
 from hpcaccum.accumulator.device_accumulator import DeviceAccumulator
 from hpcaccum.accumulator.device_protocol import DeviceStatistics
 from hpcaccum.accumulator.device_rows import DeviceRowAccumulator
-from hpcaccum.accumulator.handle import Taken
+from hpcaccum.accumulator.handle import (
+    AccumulatorStatistics,
+    SharedAccumulator,
+    Taken,
+)
 from hpcaccum.accumulator.membership import Membership
 from hpcaccum.accumulator.receipts import Counters, Receipt, Tally
-from hpcaccum.accumulator.shared import AccumulatorStatistics
+from hpcaccum.accumulator.settings import Settings
 from hpcaccum.accumulator.sparse import SparseConditionalAccumulator, SparseGradient
-from hpcaccum.accumulator.state import WordLayout, admits
-from hpcaccum.accumulator.vectors import VectorAccumulator
+from hpcaccum.accumulator.state import Packing, WordLayout, admits
+from hpcaccum.accumulator.storage import Buffers
 
 __all__ = [
     "AccumulatorStatistics",
     "Batch",
+    "Buffers",
     "ConditionalAccumulator",
     "Counters",
     "DeviceAccumulator",
     "DeviceRowAccumulator",
     "DeviceStatistics",
     "Membership",
+    "Packing",
     "Receipt",
+    "Settings",
+    "SharedAccumulator",
     "SparseConditionalAccumulator",
     "SparseGradient",
     "Taken",
     "Tally",
-    "VectorAccumulator",
     "WordLayout",
     "admits",
 ]

@@ -251,18 +251,12 @@ class ConditionalAccumulator(Accumulator):
     def _reduce(
         self, closed: Closed, target: Array | None, deadline: Deadline
     ) -> Array:
-        shape = self._protocol.shapes.shape(closed.shape)
-        dtype = self._settings.dtype
+        shape, dtype = closed.shape, self._settings.dtype
         found = result_array(target, dtype, shape)
         result = np.empty(shape, dtype) if is_device(found) else found
-        flat = result.reshape(-1)
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):
-            self._storage.total(closed, self._divisor(closed), flat, deadline)
+            self._storage.total(closed, result.reshape(-1), deadline)
         if found is not result:
             copyto(found, result)
         return found
-
-    def _divisor(self, closed: Closed) -> float:
-        # There may be no gradient; see `VectorAccumulator.batch`.
-        return closed.weight or 1.0 if self._settings.reduction == "MEAN" else 1.0

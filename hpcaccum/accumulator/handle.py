@@ -1,4 +1,4 @@
-"""The handle of an accumulator: what dense and sparse ones have in common."""
+"""An accumulator, which all ranks share, and the handles that users have."""
 
 from __future__ import annotations
 
@@ -8,28 +8,77 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, SupportsIndex, SupportsInt, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    SupportsIndex,
+    SupportsInt,
+    TypeVar,
+    cast,
+)
 
+from hpcaccum.accumulator.host_calls import FarTake, HostCalls
+from hpcaccum.accumulator.protocol import AdmissionProtocol
 from hpcaccum.accumulator.receipts import Tally
-from hpcaccum.accumulator.shared import AccumulatorStatistics, SharedAccumulator
+from hpcaccum.accumulator.settings import Settings
+from hpcaccum.accumulator.storage import make_storage
+from hpcaccum.accumulator.take import Take
+from hpcaccum.accumulator.turns import OneThread
+from hpcaccum.accumulator.writer import Writer
 from hpcaccum.arguments import positive_count, step_number
 from hpcaccum.deadline import Deadline
 from hpcaccum.dtypes import accumulation_dtype
-from hpcaccum.errors import FreedError, InvalidArgumentError
-from hpcaccum.mpi import Freeable
+from hpcaccum.errors import (
+    FreedError,
+    InvalidArgumentError,
+    LostRankError,
+    WaitTimeoutError,
+)
+from hpcaccum.mpi import Freeable, Group, is_ending
 from hpcaccum.nodes import LostNodeError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy as np
 
-    from hpcaccum.accumulator.settings import Settings
     from hpcaccum.accumulator.state import Closed
-    from hpcaccum.mpi import Group
 
 logger = logging.getLogger("hpcaccum")
 
-
 T = TypeVar("T")
+
+# Begins the key of one with a shared name in `Group.named`.
+_KEY = "accumulator"
+
+
+@dataclass(frozen=True)
+class AccumulatorStatistics:
+    """The numbers of an accumulator.
+
+    Attributes:
+        global_step: The step now.
+        num_accumulated: Gradients that no take has returned yet.
+        weight: Sum of the weights of those of them that are in place.
+        tally: Gradients accepted and dropped so far, by rank, and their lags.
+        left: Ranks that have left, or are lost.
+        lost: Ranks that are lost: an exception has ended their call.
+        num_lost: Gradients that were admitted and are in no result: their ranks were
+            lost before these were in place.
+        storage: ``"slots"`` or ``"sum"``; ``"rows"`` if it is sparse.
+        window_bytes: Bytes of this rank's memory that hold gradients.
+    """
+
+    global_step: int
+    num_accumulated: int
+    weight: float
+    tally: Tally
+    left: tuple[int, ...]
+    lost: tuple[int, ...]
+    num_lost: int
+    storage: str
+    window_bytes: int
 
 
 @dataclass(frozen=True)
@@ -47,6 +96,154 @@ class Taken(Generic[T]):
     count: int
     weight: float
     step: int
+
+
+class SharedAccumulator(Freeable):
+    """The accumulator behind its handles, freed with the last one. Collective.
+
+    Attributes:
+        group, settings: The ranks, and the checked arguments.
+        protocol: Admits gradients.
+        storage: Has them until they are taken.
+        writer: This rank's gradients.
+        calls: Those of the agent of the host's node, between nodes.
+        earlier: The counts of runs that this one continues.
+    """
+
+    def __init__(self, group: Group, settings: Settings, what: str) -> None:
+        self.group, self.settings, self._what = group, settings, what
+        self._handles, self._frees = 0, False
+        self.earlier: Tally | None = None
+        with contextlib.ExitStack() as undo:
+            self.protocol = AdmissionProtocol(group, settings, what)
+            undo.callback(self.protocol.words.free)
+            self.storage = make_storage(group, settings, what)
+            undo.pop_all()
+        self._taking = OneThread(what)
+        self.calls: HostCalls | None = None
+        if not group.single_node:
+            self.calls = HostCalls(group, self.protocol, self.storage, what)
+        self.writer = Writer(self.protocol, self.storage, group.rank, self.calls, what)
+        self._register(group, group.label(what))
+
+    @classmethod
+    def attach(cls, group: Group, settings: Settings, what: str) -> SharedAccumulator:
+        """Return the accumulator for one more handle. Collective.
+
+        It is the existing one of this shared name, if there is one.
+        """
+        key = f"{_KEY} {settings.shared_name}"
+        shared = cast("SharedAccumulator | None", group.named.get(key))
+        if shared is None:
+            shared = cls(group, settings, what)
+            if settings.shared_name:
+                group.named[key] = shared
+        elif differences := _differences(shared.settings, settings):
+            raise InvalidArgumentError(
+                f"accumulator with shared_name {settings.shared_name!r} already exists "
+                f"{differences}"
+            )
+        shared._handles += 1
+        return shared
+
+    def detach(self) -> None:
+        """Drop one handle; free the accumulator with the last one. Collective."""
+        if self._handles == 1:
+            self.free()
+            self.group.named.pop(f"{_KEY} {self.settings.shared_name}", None)
+        self._handles -= 1
+
+    @contextlib.contextmanager
+    def hold_round(
+        self,
+        required: int,
+        deadline: Deadline,
+        *,
+        at_least: int | None = None,
+        empty: bool = False,
+    ) -> Iterator[Closed]:
+        """Close a round of ``required`` gradients or more, and hold it for a block.
+
+        If the block raises, or the admitted writers do not finish in time, the round
+        stays on record and the next take resumes it. ``at_least`` gradients suffice
+        when the limit passes. A round of which all gradients were lost is held if
+        ``empty``, on the host's node; else another is closed at its step.
+        """
+        take: Take | FarTake
+        if self.calls is None or self.calls.near:
+            of = self.protocol, self.storage, self.group.rank
+            take = Take(*of, required, at_least, empty, self.calls)
+        else:
+            take = FarTake(self.calls, required, at_least)
+        with self._taking.hold("take_grad", deadline):
+            try:
+                yield take.wait(deadline)
+                take.complete()
+            finally:
+                take.leave()
+
+    def tally(self) -> Tally:
+        """Return the counts of all ranks, with those of earlier runs."""
+        tally = self.protocol.counters.tally()
+        return tally if self.earlier is None else self.earlier + tally
+
+    def _describe(self) -> str:
+        return f"accumulator {self._what!r}"
+
+    def _free(self) -> None:
+        failure = None
+        try:
+            # No take must wait for a gradient of this rank, nor for more of one whose
+            # program has ended.
+            self.writer.finish()
+            if is_ending():
+                self.leave()
+        except WaitTimeoutError as error:
+            # Raised by all ranks together, so that they can call it again.
+            failure = error
+        self.group.raise_together(f"{self.label}: free", failure)
+        self._frees = True
+        self.writer.free()
+        if self.calls is not None:
+            self.calls.free()
+        self.storage.free()
+        self.protocol.words.free()
+
+    def needs(self, rank: int) -> bool:
+        """Whether a rank has the words; or memory is being freed: MPI waits for it."""
+        return rank == self.settings.host or self._frees
+
+    def lose(self, rank: int) -> None:
+        """Have takes no longer wait for a rank; apply nothing more on that rank."""
+        if self.group.rank == rank:
+            self.protocol.membership.end(LostRankError(self.group.lost[rank]))
+        elif self.calls is None and self.group.rank == self.settings.host:
+            self.protocol.membership.lose_rank(rank)
+        elif self.calls is not None and self.calls.leads:
+            self.calls.run("lose", rank)
+
+    def _end_after_loss(self) -> None:
+        """Wait until all ranks come: they may use what this one has until then."""
+        self.leave()
+        self.group.gather_present(None, f"{self.label}: free")
+
+    def leave(self) -> None:
+        """Promise that this rank contributes no more; does nothing on such a host."""
+        all_ranks = self.settings.workers == self.group.size
+        if all_ranks or self.group.rank != self.settings.host:
+            self.writer.leave()
+
+
+def _differences(old: Settings, new: Settings) -> str:
+    """Return how one accumulator differs from another one, the kind first."""
+    if old.is_sparse != new.is_sparse:
+        return (
+            "and is sparse, not dense" if old.is_sparse else "and is dense, not sparse"
+        )
+    for field, value in vars(new).items():
+        if value != (had := getattr(old, field)):
+            return f"with {field} {had}, got {value}"
+    return ""
 
 
 class Accumulator(Freeable):
@@ -70,10 +267,6 @@ class Accumulator(Freeable):
             lambda settings: {"name": name, **vars(settings)},
             call=kind,
         )
-        self._attach(group, name, settings)
-
-    def _attach(self, group: Group, name: str, settings: Settings) -> None:
-        """Attach to the accumulator of settings that all ranks agree on. Collective."""
         self._name, self._number = name, next(self._numbers)
         self._shared = shared = SharedAccumulator.attach(group, settings, name)
         self._settings = shared.settings
@@ -123,7 +316,12 @@ class Accumulator(Freeable):
         target: Any,
     ) -> Taken[Any]:
         """Take a round; see `_reduce` about ``target``."""
-        required = self._required(num_required)
+        required = positive_count(num_required, "num_required")
+        limit = self._protocol.packing.max_count
+        if required > limit:
+            raise InvalidArgumentError(
+                f"num_required must be at most {limit}, got {required}"
+            )
         least = None if at_least is None else positive_count(at_least, "at_least")
         if least is not None and least > required:
             raise InvalidArgumentError(
@@ -145,15 +343,6 @@ class Accumulator(Freeable):
     def _reduce(self, closed: Closed, target: Any, deadline: Deadline) -> Any:
         """Return the reduction of a round, where the caller of a take wants it."""
         raise NotImplementedError
-
-    def _required(self, num_required: SupportsIndex) -> int:
-        required = positive_count(num_required, "num_required")
-        limit = self._protocol.packing.max_count
-        if required > limit:
-            raise InvalidArgumentError(
-                f"num_required must be at most {limit}, got {required}"
-            )
-        return required
 
     def num_accumulated(self, name: str | None = None) -> int:
         """Return how many gradients no take has returned yet; never waits."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum.accumulator.protocol import Request
@@ -27,7 +26,7 @@ from hpcaccum.nodes import Calls
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Generator
 
     from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted
     from hpcaccum.accumulator.state import Closed
@@ -47,8 +46,8 @@ class HostCalls(Calls):
         what: str,
     ) -> None:
         self._protocol, self._storage = protocol, storage
-        # The end of the last take, if its answer has not come.
-        self._leaving: Call | None = None
+        # The end of this rank's last take, if its answer has not come.
+        self.leaving: Call | None = None
         # On the agent, by rank: its take, until it has ended.
         self._takes: dict[int, Take] = {}
         # The ranks that want their takes to end.
@@ -75,51 +74,6 @@ class HostCalls(Calls):
     def abandon(self, admitted: Admitted) -> Call:
         """Begin to publish that a gradient does not come."""
         return self.begin("abandon", admitted)
-
-    @contextlib.contextmanager
-    def hold_round(
-        self, required: int, deadline: Deadline, at_least: int | None
-    ) -> Iterator[Closed]:
-        """Do as `SharedAccumulator.hold_round`."""
-        if self._leaving is not None:
-            self._leaving.result(deadline, self.missing)
-            self._leaving = None
-        end = "leave"
-        try:
-            yield self._close(required, at_least, deadline)
-            end = "complete"
-        finally:
-            self._leaving = self.begin(end)
-            # Wait for a moment at most.
-            with contextlib.suppress(WaitTimeoutError):
-                self._leaving.result(grace(self.what))
-                self._leaving = None
-
-    @traced("take")
-    def _close(self, required: int, at_least: int | None, deadline: Deadline) -> Closed:
-        """Return a closed round."""
-        call = self.begin("take", required, at_least)
-        try:
-            closed = call.result(deadline, lambda: str(self.call("missing")))
-        except WaitTimeoutError as error:
-            if error is call.answer:
-                raise
-            if call.answer is None:
-                self.begin("give_up")
-            # It may be closed nevertheless, or have been when the limit passed.
-            closed = self._last_answer(call)
-            if closed is None:
-                raise
-        return closed  # type: ignore[no-any-return]
-
-    def _last_answer(self, call: Call) -> Any:
-        """Return the answer to a take that has been given up; None if it failed."""
-        try:
-            return call.result(grace(self.what))
-        except EverybodyLeftError:
-            raise
-        except WaitTimeoutError:
-            return None
 
     # The agent
 
@@ -169,8 +123,7 @@ class HostCalls(Calls):
             # The next take withdraws the request of one whose rank is dead.
             take.leave(withdraws=isinstance(error, WaitTimeoutError))
             raise
-        shape = self._protocol.shapes.shape(closed.shape)
-        total = self._storage.short_total(closed, math.prod(shape))
+        total = self._storage.short_total(closed)
         return dataclasses.replace(closed, total=total)
 
     def _missing(self, rank: int) -> str:
@@ -199,3 +152,57 @@ class HostCalls(Calls):
 
     def _lose(self, _: int, rank: int) -> None:
         self._protocol.membership.lose_rank(rank)
+
+
+class FarTake:
+    """A take of this rank by the agent of another node; used as a `Take`."""
+
+    def __init__(self, calls: HostCalls, required: int, at_least: int | None) -> None:
+        self._calls, self._wanted = calls, (required, at_least)
+        # How it is to end, if it has begun.
+        self._end: str | None = None
+
+    @traced("take")
+    def wait(self, deadline: Deadline) -> Closed:
+        """Wait until the round is closed; return it."""
+        calls = self._calls
+        if calls.leaving is not None:
+            calls.leaving.result(deadline, calls.missing)
+            calls.leaving = None
+        self._end = "leave"
+        call = calls.begin("take", *self._wanted)
+        try:
+            closed = call.result(deadline, lambda: str(calls.call("missing")))
+        except WaitTimeoutError as error:
+            if error is call.answer:
+                raise
+            if call.answer is None:
+                calls.begin("give_up")
+            # It may be closed nevertheless, or have been when the limit passed.
+            closed = self._last_answer(call)
+            if closed is None:
+                raise
+        return closed  # type: ignore[no-any-return]
+
+    def _last_answer(self, call: Call) -> Any:
+        """Return the answer to a take that has been given up; None if it failed."""
+        try:
+            return call.result(grace(self._calls.what))
+        except EverybodyLeftError:
+            raise
+        except WaitTimeoutError:
+            return None
+
+    def complete(self) -> None:
+        """Have `leave` make room for the next round: this one is reduced."""
+        self._end = "complete"
+
+    def leave(self) -> None:
+        """Have the agent end the take; wait for a moment at most."""
+        if self._end is None:
+            return
+        calls = self._calls
+        call = calls.leaving = calls.begin(self._end)
+        with contextlib.suppress(WaitTimeoutError):
+            call.result(grace(calls.what))
+            calls.leaving = None

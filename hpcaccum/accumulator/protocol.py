@@ -1,27 +1,18 @@
 """The admission protocol: which round a gradient joins, and when a round closes.
 
-No lock is held while a gradient is copied. One 64-bit word, STATE, decides by
-compare-and-swap which gradient is admitted to which round; the payload is copied
-afterwards. Each rank has one record per round, a word that only it writes: how many of
-its gradients have arrived. Rounds alternate between two parities: while one is being
-reduced, the other is open. A take clears the records of a parity before it passes its
-turn on, hence before that parity can be opened again.
-
-A take that finds too few gradients does not poll the count. It replaces the count in
-STATE by the number still missing. The writer that decrements it to zero closes the
-round in the same compare-and-swap, so no gradient can be admitted between the last one
-required and the close. TensorFlow's queue behaves in the same way.
-
-A rank may be lost at any point. Before it tries to have a gradient admitted, it sets a
-word, its intent, to the parity that it tries; it clears the word when its record says
-that the gradient has arrived. As soon as no rank but lost ones has an open intent for a
-closed round, what was admitted and has not arrived is lost, and the take leaves it out.
+The rules are in docs/architecture.md, "The protocol"; tests/model/accumulator.pml is
+their model. No lock is held while a gradient is copied. A compare-and-swap of one word,
+STATE, admits a gradient to a round; the payload is copied afterwards. Each rank has a
+record per round, of the gradients that have arrived, and a word for its intent. Rounds
+alternate between two parities: while one is being reduced, the other is open. A take
+clears the records of a parity before it passes its turn on, hence before that parity
+can be opened again.
 
 All words are on the node of the host, and are changed by its ranks only. For a rank of
 another node, the agent of that node does what the rank would do: see `host_calls`.
 
 `AdmissionProtocol` has the words and what writers do with them; `take` has what takes
-do. The protocol is model-checked: tests/model/accumulator.pml.
+do.
 """
 
 from __future__ import annotations
@@ -111,12 +102,13 @@ class AdmissionProtocol:
         counters: What happened to the gradients of each rank.
         max_lag: By how many steps a gradient may be late.
         apart: Whether a rank that adds a gradient spoils no more than its own sum.
+        mean: Whether results are means.
     """
 
     def __init__(self, group: Group, settings: Settings, what: str) -> None:
         rank, n = group.rank, group.size
         self.what, self._rank, self._size = what, rank, n
-        self.apart = settings.storage != SUM
+        self.apart, self.mean = settings.storage != SUM, settings.reduction == "MEAN"
         self._late, self.max_lag = settings.late, 1 if settings.late else 0
         self.packing = Packing(shaped=not settings.has_one_shape)
         layout = WordLayout(after=_FIXED)

@@ -49,12 +49,12 @@ class Settings:
 
     dtype: np.dtype[Any]
     shape: PartialShape | None
-    shared_name: str
-    reduction: str
-    host: int
-    capacity: int
-    storage: str
-    workers: int
+    shared_name: str = ""
+    reduction: str = "MEAN"
+    host: int = 0
+    capacity: int = 0
+    storage: str = SLOTS
+    workers: int = 1
     row_size: int = 0
     rows: Sequence[RowPlace] = ()
     late: float = 0.0
@@ -141,7 +141,7 @@ def _common(
         raise InvalidArgumentError(
             f"workers must be at most the number of ranks, {size}, got {number}"
         )
-    return Settings(found, declared, shared_name or "", reduction, root, 0, "", number)
+    return Settings(found, declared, shared_name or "", reduction, root, workers=number)
 
 
 def _at_least(name: str, given: Any, least: int, what: str) -> int:

@@ -231,7 +231,7 @@ class SparseConditionalAccumulator(Accumulator):
     def _reduce(
         self, closed: Closed, target: bool, deadline: Deadline
     ) -> SparseGradient:
-        row, storage = self._protocol.shapes.shape(closed.shape), self._storage
+        row, storage = closed.shape, self._storage
         assert isinstance(storage, RowBuffers)
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from hpcaccum.accumulator.settings import Shape
 from hpcaccum.mpi import number_of
 
 # Gradients of one rank in one round: 20 bits. Then the number of a shape.
@@ -145,7 +146,8 @@ class Closed:
         number: Gradients that were admitted to it.
         count: Those that are in it; the others were lost.
         weight: Sum of their weights.
-        shape: Number of its shape; 0 if all rounds have the same one.
+        divisor: Of their sum: the weight, if the result is their mean.
+        shape: Of its gradients, or of their rows.
         records: The records of the ranks that have gradients, in rank order.
         total: The bytes of their sum, in the accumulation dtype, if an agent sent them.
     """
@@ -155,7 +157,8 @@ class Closed:
     number: int
     count: int = 0
     weight: float = 0.0
-    shape: int = 0
+    divisor: float = 1.0
+    shape: Shape = ()
     records: dict[int, Record] = field(default_factory=dict)
     total: bytes | None = None
 

@@ -7,6 +7,7 @@ of the protocol, and may be used by several ranks at once if each uses its own b
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,6 @@ from hpcaccum.rows import (
     matrix,
     merged,
     rows_of,
-    union_size,
     weighted,
 )
 from hpcaccum.spans import traced
@@ -128,7 +128,7 @@ class Buffers:
             # Surely, if they have no row in common.
             if place.number(held) + rows.indices.size <= room or not joins():
                 continue
-            number = union_size(place.rows(held).indices, rows.indices)
+            number = np.union1d(place.rows(held).indices, rows.indices).size
             if number > room:
                 raise InvalidArgumentError(
                     f"{self._label(place)}: the gradients of a rank in one round have "
@@ -171,33 +171,33 @@ class Buffers:
         # Converted before the addition, as a single gradient is.
         add_in_order([sums, more], sums, factors=factors)
 
-    def total(
-        self, closed: Closed, divisor: float, out: Array, deadline: Deadline
-    ) -> None:
-        """Set a vector to the weighted sum of a round's gradients, over ``divisor``.
+    def total(self, closed: Closed, out: Array, deadline: Deadline) -> None:
+        """Set a vector to the sum or mean of a round's gradients, by their weights.
 
         On one node every gradient is read once, from its buffer, and the result is
         written once. Other nodes have a minute, also if less is left.
         """
         if closed.total is not None:
-            add_in_order([np.frombuffer(closed.total, self._dtype)], out, divisor)
+            total: Array = np.frombuffer(closed.total, self._dtype)
+            add_in_order([total], out, closed.divisor)
             return
-        self.batch(closed, divisor).total(out, deadline, self._threads)
+        self.batch(closed).total(out, deadline, self._threads)
 
-    def short_total(self, closed: Closed, count: int) -> bytes | None:
+    def short_total(self, closed: Closed) -> bytes | None:
         """Return the sum of a round's gradients, if an agent may send it; else None."""
-        batch = self.batch(closed, 1)
+        batch, count = self.batch(closed), math.prod(closed.shape)
         return self.parts.short_sum(batch.places, count, self._dtype, batch.copied)
 
-    def batch(self, closed: Closed, divisor: float) -> Batch:
+    def batch(self, closed: Closed) -> Batch:
         """Return the gradients of a round, which stay where they are."""
-        records = closed.records.items()
-        places = [
-            Place(rank, record.buffer * self._stride, record.factor)
-            for rank, record in records
-        ]
-        copied = [rank for rank, record in records if record.copied & self._has_copies]
-        return Batch(self.parts, places, self._dtype, divisor, closed.step, copied)
+        places, copied = [], []
+        for rank, record in closed.records.items():
+            begin = record.buffer * self._stride
+            places.append(Place(rank, begin, record.factor))
+            if record.copied and self._has_copies:
+                copied.append(rank)
+        about = closed.divisor, closed.step, copied
+        return Batch(self.parts, places, self._dtype, *about)
 
     def short(self, grad: Any) -> bytes | None:
         """Return what `write` stores of a gradient, if it may be sent at once."""
@@ -291,7 +291,7 @@ class RowBuffers(Buffers):
 
     def total_rows(self, closed: Closed, width: int, deadline: Deadline) -> Rows:
         """Return the sum of a round's gradients; that of one may lie in its buffer."""
-        return merged(self.batch(closed, 1).rows(self._of_width(width), deadline))
+        return merged(self.batch(closed).rows(self._of_width(width), deadline))
 
 
 class Sums:
@@ -345,10 +345,8 @@ class Sums:
             grad = self._weighted(device.to_host(grad), weight)
         self._region.accumulate(parity * self._stride, grad)
 
-    def total(
-        self, closed: Closed, divisor: float, out: Array, deadline: Deadline
-    ) -> None:
-        """Set a vector to the weighted sum of a round's gradients, over ``divisor``."""
+    def total(self, closed: Closed, out: Array, deadline: Deadline) -> None:
+        """Set a vector to the sum or mean of a round's gradients, by their weights."""
         if closed.total is not None:
             total: Array = np.frombuffer(closed.total, self._dtype)
         elif self._region.direct:
@@ -356,14 +354,15 @@ class Sums:
         else:
             total = np.empty(out.size, self._dtype)
             self._region.get(closed.parity * self._stride, total)
-        add_in_order([total], out, divisor, self._threads)
+        add_in_order([total], out, closed.divisor, self._threads)
 
     def _view(self, parity: int, count: int) -> Array:
         self._region.sync()
         return self._region.view(parity * self._stride, count, self._dtype)
 
-    def short_total(self, closed: Closed, count: int) -> bytes | None:
+    def short_total(self, closed: Closed) -> bytes | None:
         """Return the sum of a round's gradients, if an agent may send it; else None."""
+        count = math.prod(closed.shape)
         if not is_short(count * self._dtype.itemsize):
             return None
         return self._view(closed.parity, count).tobytes()

@@ -33,6 +33,7 @@ class Take:
     Args:
         protocol, storage, rank: Of the accumulator; the rank.
         required, at_least, empty: See `SharedAccumulator.hold_round`.
+        calls: Of the agent of this node, if there is one, for `wait`.
 
     Attributes:
         closed: The round, when all that is in it has arrived; None before.
@@ -46,8 +47,10 @@ class Take:
         required: int,
         at_least: int | None = None,
         empty: bool = False,
+        calls: Calls | None = None,
     ) -> None:
         self._protocol, self._storage, self._rank = protocol, storage, rank
+        self._calls = calls
         self._required, self._at_least, self._empty = required, at_least, empty
         self._lock, self._ticket, self._has_turn = protocol.take_lock, 0, False
         # While writers are to close the round: how it will be closed, how often ranks
@@ -59,16 +62,16 @@ class Take:
         self.closed: Closed | None = None
 
     @traced("take")
-    def wait(self, deadline: Deadline, calls: Calls | None) -> Closed:
-        """Wait until the round is closed; ``calls`` are of the agent, if there is one.
+    def wait(self, deadline: Deadline) -> Closed:
+        """Wait until the round is closed; return it.
 
         Its errors are those of `ConditionalAccumulator.take_grad`.
         """
         try:
-            if calls is None:
+            if self._calls is None:
                 return deadline.wait(self.look, self.missing)
             looks = self.look, self.may_go_on
-            return calls.wait(*looks, deadline, self.missing, soon=False)
+            return self._calls.wait(*looks, deadline, self.missing, soon=False)
         except WaitTimeoutError:
             if (late := self.expire(deadline)) is None:
                 raise
@@ -252,7 +255,9 @@ class Take:
             if record.number and not record.adding and not self._storage.is_lost(rank):
                 full[rank], shape = record, max(shape, record.shape)
                 count, weight = count + record.number, weight + record.weight
-        return Closed(step, parity, number, count, weight, shape, full)
+        divisor = weight if full and self._protocol.mean else 1.0
+        of_round = self._protocol.shapes.shape(shape) if full else ()
+        return Closed(step, parity, number, count, weight, divisor, of_round, full)
 
     def _end(self, closed: Closed) -> None:
         """Record that no other take reduces a round."""
@@ -263,9 +268,7 @@ class Take:
 
     def _clear(self, closed: Closed) -> None:
         """Make room for the next round of this parity."""
-        size = None
-        if closed.count:
-            size = math.prod(self._protocol.shapes.shape(closed.shape))
+        size = math.prod(closed.shape) if closed.count else None
         self._storage.clear(closed.parity, size)
         # Before the turn is passed on: the next take may open this parity again.
         self._protocol.clear_records(closed.parity)

@@ -15,7 +15,7 @@ from hpcaccum.optimizers.base import Optimizer
 from hpcaccum.optimizers.local_steps import LocalSteps
 from hpcaccum.optimizers.slices import add_slices, apart, copied_rows
 from hpcaccum.optimizers.variable import Variable
-from hpcaccum.rows import IndexedSlices, Rows, merged, union_size
+from hpcaccum.rows import IndexedSlices, Rows, merged
 from hpcaccum.server import ServerOptions, gradients_by_name
 
 if TYPE_CHECKING:
@@ -354,7 +354,7 @@ class SummedRows:
             if sum(part.indices.size for part in (*parts, new)) <= most:
                 continue
             parts[:] = [merged(parts)]
-            number = union_size(parts[0].indices, new.indices)
+            number = np.union1d(parts[0].indices, new.indices).size
             if number > most:
                 raise InvalidArgumentError(
                     f"the sum of the gradients of {name!r} would have {number} "

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hpcaccum.accumulator import VectorAccumulator
 from hpcaccum.arguments import positive_count
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
-from hpcaccum.server import ServerOptions, factors_of
+from hpcaccum.server import QuorumInbox, ServerOptions, factors_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
@@ -80,7 +79,7 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
             if quorum is None:
                 quorum = max(workers - 1, min(workers, 2))
             quorum = positive_count(quorum, "replicas_to_aggregate")
-            if quorum > (most := VectorAccumulator.most):
+            if quorum > (most := QuorumInbox.most):
                 raise InvalidArgumentError(
                     f"replicas_to_aggregate must be at most {most}, got {quorum}"
                 )

@@ -20,7 +20,7 @@ from hpcaccum.rows.indexed_slices import (
     sliced,
 )
 from hpcaccum.rows.log import RowLog
-from hpcaccum.rows.sums import Rows, merged, union_size, weighted
+from hpcaccum.rows.sums import Rows, merged, weighted
 
 __all__ = [
     "UNKNOWN",
@@ -37,6 +37,5 @@ __all__ = [
     "merged",
     "rows_of",
     "sliced",
-    "union_size",
     "weighted",
 ]

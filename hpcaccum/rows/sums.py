@@ -64,11 +64,6 @@ def weighted(rows: Rows, factor: float) -> Rows:
     return Rows(rows.indices, rows.weights * factor, values)
 
 
-def union_size(one: Array, other: Array) -> int:
-    """Return how many different indices two vectors have together."""
-    return int(np.union1d(one, other).size)
-
-
 def _add(
     indices: Array, values: Array, dtype: np.dtype[Any]
 ) -> tuple[Array, Array, Array, Array]:

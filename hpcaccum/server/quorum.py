@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
-from hpcaccum.accumulator import VectorAccumulator
+import numpy as np
+
+from hpcaccum.accumulator import Buffers, Packing, Settings, SharedAccumulator
+from hpcaccum.deadline import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterator, Sequence
 
-    from hpcaccum.accumulator import Batch, Receipt, Tally
-    from hpcaccum.deadline import Deadline
+    from hpcaccum.accumulator import Batch, Receipt
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.rows import RowPlace
 
+_PACKING = Packing(shaped=False)
 
-class QuorumInbox(VectorAccumulator):
+
+class QuorumInbox(SharedAccumulator):
     """Admits gradients of the current step; passes on those of a quorum. Collective.
 
+    Gradients are vectors. Their rows, at the places ``rows``, lie at their end.
+
     Args:
-        group, root, size, dtype, workers, rows, what: See `VectorAccumulator`.
+        group, root, what: The ranks; the one that takes; what messages begin with.
+        size, dtype, rows: Of a gradient.
         quorum: Gradients of one update, at least.
+        workers: How many ranks contribute. If not all, the root does not.
         late: Factor of a gradient of the step before; 0 if it is dropped.
+
+    Attributes:
+        most: Maximum number of gradients of one update.
+        most_first_step: Maximum step that can be set.
+        parts: The memory of all gradients.
+        membership: Which ranks have left.
     """
 
     adds = True
+    most, most_first_step = _PACKING.max_count, _PACKING.max_first_step
 
     def __init__(
         self,
@@ -40,9 +55,39 @@ class QuorumInbox(VectorAccumulator):
         what: str = "gradients",
         late: float = 0.0,
     ) -> None:
-        super().__init__(group, root, size, dtype, workers, rows, what, late)
+        self._shape = (size,)
+        settings = Settings(
+            np.dtype(dtype),
+            self._shape,
+            host=root,
+            capacity=size,
+            workers=workers,
+            rows=rows,
+            late=late,
+        )
+        super().__init__(group, settings, what)
+        assert isinstance(self.storage, Buffers)
+        self._buffers, self.parts = self.storage, self.storage.parts
+        self.membership = self.protocol.membership
         self._quorum, self.needs_all = quorum, quorum == workers
         self._buffer: Array | None = None
+
+    @property
+    def global_step(self) -> int:
+        """The step of the gradients that are admitted now."""
+        return self.protocol.state().step
+
+    def set_global_step(self, step: int) -> None:
+        """Set the step."""
+        self.protocol.set_step(step)
+
+    def check_present(self) -> None:
+        """Raise InvalidArgumentError if this rank has left."""
+        self.membership.check_present("apply")
+
+    def pin(self) -> None:
+        """Pin this rank's buffers, so that the CUDA device copies to them directly."""
+        self._buffers.pin()
 
     def buffer(self, known: int = 0) -> Array:
         """Return the memory for this rank's next gradient.
@@ -51,26 +96,36 @@ class QuorumInbox(VectorAccumulator):
         """
         # The server takes one round after the other, and publishes a step before the
         # take of its round returns.
-        self.note_finished(known - 1)
-        self._buffer = self.slot()
+        self.writer.note_finished(known - 1)
+        deadline = Deadline(None, f"{self._what}: slot")
+        self._buffer = self.writer.slot(self._shape, deadline)
         return self._buffer
 
     def submit(self, local_step: int, weight: float = 1.0) -> Receipt:
         """Submit the gradient in the buffer, unless it is stale."""
         assert self._buffer is not None
-        return self.apply_grad(self._buffer, local_step, weight=weight)
+        return self.writer.submit(self._buffer, local_step, weight)
+
+    def count_nonfinite(self) -> None:
+        """Count a gradient of this rank that is not finite, and was not submitted."""
+        self.protocol.counters.count_nonfinite(self.group.rank)
 
     def useful(self, step: int) -> int:
         """Return the least step whose parameters are worth computing with at a step."""
         return step
 
-    def next(self, step: int, deadline: Deadline) -> AbstractContextManager[Batch]:
+    @contextlib.contextmanager
+    def next(self, step: int, deadline: Deadline) -> Iterator[Batch]:
         """Wait for the quorum that makes step ``step + 1``; the root only.
+
+        If the block raises, the next call may give the same gradients again. If all
+        were given up, it gets none: ranks may know the next step by then.
 
         Raises:
             EverybodyLeftError: If all ranks have left and no gradient is left.
         """
-        return self.batch(self._quorum, deadline)
+        with self.hold_round(self._quorum, deadline, empty=True) as closed:
+            yield self._buffers.batch(closed)
 
     def following(self, step: int) -> Batch | None:
         """Return None: more gradients may be admitted until `next`."""
@@ -78,11 +133,7 @@ class QuorumInbox(VectorAccumulator):
 
     def awaited(self, step: int) -> str | None:
         """Return what the mean of a step lacks; None if it is complete."""
-        return self.lacks(self._quorum, step)
-
-    def tally(self) -> Tally:
-        """Return the gradients accepted and dropped so far, of all ranks."""
-        return self._shared.tally()
+        return self.protocol.awaited(self._quorum, step)
 
     def _free(self) -> None:
         self._buffer = None

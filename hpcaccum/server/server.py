@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpcaccum.accumulator import VectorAccumulator
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import to_host
 from hpcaccum.errors import (
@@ -22,6 +21,7 @@ from hpcaccum.server.double_buffer import step_of, version_of
 from hpcaccum.server.loop import OrderLoop, UpdateLock, UpdateLoop
 from hpcaccum.server.parameter_copies import Copier
 from hpcaccum.server.part import Center
+from hpcaccum.server.quorum import QuorumInbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -422,6 +422,6 @@ def _check_server(setup: ServerSetup) -> None:
 
 def check_first_step(step: int, name: str) -> None:
     """Raise InvalidArgumentError unless a server can begin with a step."""
-    most = VectorAccumulator.most_first_step
+    most = QuorumInbox.most_first_step
     if not 0 <= step <= most:
         raise InvalidArgumentError(f"{name} must be 0 to {most}, got {step}")

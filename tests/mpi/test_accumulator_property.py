@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,71 +13,70 @@ from mpi4py import MPI
 
 import hpcaccum as hpc
 
+from .. import naive
 from .acting import MAKERS, Take, at, meet, settle
 from .support import together
 
 pytestmark = pytest.mark.any_size
 
 
-@dataclass
-class Model:
-    """What an accumulator does, in words that need no MPI.
+class Model(naive.Accumulator):
+    """The naive accumulator, with shapes, and takes that wait in one thread.
 
     Attributes:
-        step: The accumulator's step.
-        round: Rank to its gradients, of those accumulated since the last take.
+        shape: Of the gradients of the round; None if there is none.
         line: Takes that wait, first come first: (rank, number required).
         served: What those got that wait no more: rank to mean.
     """
 
-    declared: tuple[int | None, ...] | None
-    step: int = 0
-    round: list[tuple[int, np.ndarray]] = field(default_factory=list)
-    line: deque[tuple[int, int]] = field(default_factory=deque)
-    served: dict[int, np.ndarray] = field(default_factory=dict)
+    def __init__(self, declared: tuple[int | None, ...] | None) -> None:
+        super().__init__()
+        self._declared = declared
+        self.shape: tuple[int, ...] | None = None
+        self.line: deque[tuple[int, int]] = deque()
+        self.served: dict[int, np.ndarray] = {}
 
-    def apply(self, rank: int, gradient: np.ndarray, local_step: int) -> Any:
+    def apply(self, gradient: np.ndarray, local_step: int) -> Any:
         """Return what apply_grad returns: (accepted, lag), or the error's type."""
-        if local_step < self.step:
-            return (False, self.step - local_step)
-        if self.round and self.round[0][1].shape != gradient.shape:
-            return hpc.InvalidArgumentError
+        lag = self.step - local_step
+        if lag > 0:
+            return (False, lag)
         if not self._fits(gradient.shape):
             return hpc.InvalidArgumentError
-        receipt = (True, self.step - local_step)
-        self.round.append((rank, gradient))
-        if self.line and len(self.round) >= self.line[0][1]:
+        self.apply_grad(gradient, local_step)
+        self.shape = gradient.shape
+        if self.line and self.count >= self.line[0][1]:
             first, _ = self.line.popleft()
             self.served[first] = self._reduce()
-        return receipt
+        return (True, lag)
 
     def take(self, required: int) -> Any:
         """Return what take_grad returns if it need not wait."""
         if required < 1:
             return hpc.InvalidArgumentError
-        if self.line or len(self.round) < required:
+        if self.line or self.count < required:
             return hpc.WaitTimeoutError
         return self._reduce()
 
     def wait(self, rank: int, required: int) -> None:
         """Take, and wait if too few gradients are present."""
-        if self.line or len(self.round) < required:
+        if self.line or self.count < required:
             self.line.append((rank, required))
         else:
             self.served[rank] = self._reduce()
 
     def _fits(self, shape: tuple[int, ...]) -> bool:
-        return self.declared is None or (
-            len(shape) == len(self.declared)
-            and all(d in (None, s) for d, s in zip(self.declared, shape, strict=True))
+        if self.shape is not None:
+            return shape == self.shape
+        return self._declared is None or (
+            len(shape) == len(self._declared)
+            and all(d in (None, s) for d, s in zip(self._declared, shape, strict=True))
         )
 
     def _reduce(self) -> np.ndarray:
         # Exact: the gradients are small integers.
-        mean = sum(g for _, g in self.round) / len(self.round)
-        self.round.clear()
-        self.step += 1
-        return mean
+        self.shape = None
+        return self.take_grad(1)
 
 
 ranks = st.integers(0, 3)
@@ -118,7 +116,7 @@ class Run:
             assert receipt.local_step == step
             return receipt.accepted, receipt.lag
 
-        self.compare(self.model.apply(rank, value, step), rank, act)
+        self.compare(self.model.apply(value, step), rank, act)
         self.harvest()
 
     def take(self, rank: int, required: int) -> None:
@@ -154,12 +152,11 @@ class Run:
 
     def check(self) -> None:
         found = at(0, lambda: (self.acc.num_accumulated(), self.acc.global_step))
-        assert found == (len(self.model.round), self.model.step)
+        assert found == (self.model.count, self.model.step)
 
     def end(self) -> None:
         while self.takes:
-            shape = self.model.round[0][1].shape if self.model.round else (2,)
-            self.apply(0, shape, None, slot=False)
+            self.apply(0, self.model.shape or (2,), None, slot=False)
         self.check()
 
 
@@ -183,7 +180,7 @@ def test_accumulator_does_what_the_model_does(storage, declared, drawn):
                 at(rank, acc.set_global_step, *rest)
                 run.model.step = rest[0]
             elif kind == "count":
-                run.compare(len(run.model.round), rank, acc.num_accumulated)
+                run.compare(run.model.count, rank, acc.num_accumulated)
             else:
                 getattr(run, kind)(rank, *rest)
             run.check()

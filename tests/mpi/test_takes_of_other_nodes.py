@@ -14,7 +14,6 @@ from .acting import (
     VAIN,
     WAIT,
     Admitted,
-    Background,
     Take,
     at,
     everywhere,
@@ -76,24 +75,6 @@ def test_a_take_names_those_ahead_of_it(acc, taker, host):
         at(taker, acc.take_grad, 1, timeout=VAIN)
     assert at(taker, apply, acc)
     same_bits(first.result(), np.ones(2))
-
-
-def test_a_take_of_the_host_ends_in_line(acc, taker, host):
-    first = Take(acc, taker, 1)
-    with pytest.raises(WaitTimeoutError, match=f"rank {taker}, ahead of this rank"):
-        at(host, acc.take_grad, 1, timeout=VAIN)
-    assert at(taker, apply, acc)
-    same_bits(first.result(), np.ones(2))
-
-
-def test_a_take_of_the_host_waits_for_a_writer(acc, taker, host):
-    late = Admitted(acc, taker)
-    with pytest.raises(WaitTimeoutError, match=f"rank {taker}, admitted to the rou"):
-        at(host, acc.take_grad, 1, timeout=VAIN)
-    take = Background(host, lambda: acc.take_grad(1, timeout=WAIT))
-    assert not take.over()
-    late.write([5, 5])
-    same_bits(take.result(), np.full(2, 5.0))
 
 
 def test_a_closed_round_is_left_to_the_next_take(acc, taker, host):

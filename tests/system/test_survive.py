@@ -150,8 +150,8 @@ TAKE = [
 # Between nodes, an agent takes for the rank.
 ASK_TAKE = [
     *ASK,
-    ("host_calls.HostCalls._close", "before"),
-    ("host_calls.HostCalls._close", "after"),
+    ("host_calls.FarTake.wait", "before"),
+    ("host_calls.FarTake.wait", "after"),
 ]
 
 

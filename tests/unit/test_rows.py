@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hpcaccum as hpc
-from hpcaccum.rows import Rows, check_indices, merged, union_size
+from hpcaccum.rows import Rows, check_indices, merged
 from hpcaccum.rows import sums as module
 from hpcaccum.rows.sums import add_at, distinct
 
@@ -160,7 +160,6 @@ def test_weights_of_sums_are_added():
     parts.append(Rows(two, np.array([5, 1]), np.ones((2, 1))))
 
     assert merged(parts).weights.tolist() == [2, 8, 1]
-    assert union_size(one, two) == 3
 
 
 @pytest.mark.parametrize("width", [0, 1, 3, 100])
