@@ -14,6 +14,7 @@ from hpcaccum.accumulator import Receipt
 from hpcaccum.arguments import positive_weight
 from hpcaccum.device import library
 from hpcaccum.dtypes import Array, accumulation_dtype
+from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.checks import (
     Loss,
     Pairs,
@@ -259,7 +260,7 @@ class Optimizer(abc.ABC):
         state.set(snapshot["state"])
 
     # The contract with wrappers and adapters, besides the interface above: the next
-    # seven. For an optimizer of the user, the defaults are right.
+    # five. For an optimizer of the user, the defaults are right.
 
     # The options of the host for the center; None: each server uses those of its rank.
     _host_options: HostOptions | None = None
@@ -276,20 +277,16 @@ class Optimizer(abc.ABC):
         """
         return f"an inner optimizer that is a rule of hpcaccum, not {self!r}"
 
-    def _needs_for_fragments(self) -> str | None:
-        """Return what it lacks to update groups of variables in several threads."""
-        return f"an outer optimizer that is a rule of hpcaccum, not {self!r}"
-
     def _fragment(self, variables: Sequence[Variable]) -> Optimizer:
-        """Return what updates a group of variables, independently of others."""
-        return self
+        """Return what updates a group of variables in a thread of its own, or raise."""
+        raise InvalidArgumentError(
+            f"fragments= needs an outer optimizer that is a rule of hpcaccum, not "
+            f"{self!r}"
+        )
 
     def _kept_state(self, var_list: Variables | None) -> KeptState:
         """Return the state of variables; for None, of all that this optimizer has."""
         return KeptState(self, self._given_or_known(var_list))
-
-    def _release(self) -> None:  # noqa: B027
-        """Free memory that the next update would allocate again."""
 
     def _given_or_known(self, var_list: Variables | None) -> list[Variable]:
         """Return checked variables; for None, those of `initialize`."""
@@ -331,6 +328,9 @@ class KeptState:
 
     def forget(self) -> None:
         """Drop the state, as the variables will not be updated any more."""
+
+    def release(self) -> None:
+        """Free memory that the next update would allocate again."""
 
 
 def count_step(global_step: Variable | None) -> None:

@@ -242,8 +242,11 @@ class LocalStepsOptimizer(LocalSteps):
                     f"train, got {count}"
                 )
             groups, later = _checked_overlap(fragments, overlap, steps)
-            if groups > 1:
-                _check_fragments(outer, dedicated=bool(dedicated))
+            if groups > 1 and dedicated:
+                raise InvalidArgumentError(
+                    "fragments= needs servers that also train: each fragment has a "
+                    "server thread; with dedicated=True, use fragments=1"
+                )
             return {
                 "outer": outer,
                 "period": steps,
@@ -293,6 +296,8 @@ class LocalStepsOptimizer(LocalSteps):
                 f"{self.get_name()}: fragments must be at most the number of "
                 f"variables, which is {len(variables)}, got {self._fragments}"
             )
+        for fragment in fragments_of(variables, self._fragments):
+            self._outer_of(fragment)  # may raise
         return variables
 
     def _start(self, variables: list[Variable]) -> None:
@@ -412,14 +417,3 @@ def _checked_overlap(fragments: Any, overlap: Any, period: int) -> tuple[int, in
             f"got {later}"
         )
     return groups, later
-
-
-def _check_fragments(outer: Optimizer, *, dedicated: bool) -> None:
-    """Raise InvalidArgumentError unless a center can be in several fragments."""
-    if dedicated:
-        raise InvalidArgumentError(
-            "fragments= needs servers that also train: each fragment has a server "
-            "thread; with dedicated=True, use fragments=1"
-        )
-    if (needs := outer._needs_for_fragments()) is not None:
-        raise InvalidArgumentError(f"fragments= needs {needs}")

@@ -575,10 +575,6 @@ class OneSidedOptimizer(Wrapper):
         """Whether it was freed, by `free` or with its server before MPI_Finalize."""
         return self._freed or any(each.server.freed for each in self._served)
 
-    def _release(self) -> None:
-        super()._release()
-        self.outer._release()
-
     def _free(self) -> None:
         if self._served:
             if self._server.has_to_serve:
@@ -590,6 +586,8 @@ class OneSidedOptimizer(Wrapper):
             self._end_steps(self._server.notes)
         for served in self._served:
             served.center.free()
+        if self._variables is not None:
+            self.outer._kept_state(self._variables).release()
         super()._free()
 
     def _end_server(self) -> None:

@@ -235,8 +235,8 @@ class Rule(Optimizer):
     def _needs_for_rows(self) -> str | None:
         return None if self.elementwise else super()._needs_for_rows()
 
-    def _needs_for_fragments(self) -> str | None:
-        return None if self.elementwise else super()._needs_for_fragments()
+    def _fragment(self, variables: Sequence[Variable]) -> Optimizer:
+        return self if self.elementwise else super()._fragment(variables)
 
     def _updates(self, pairs: Given) -> int:
         """Return the largest number of earlier updates of these variables."""
@@ -282,9 +282,6 @@ class Rule(Optimizer):
             var_list = list(dict.fromkeys([*(self._variables or ()), *updated]))
         return _KeptByRule(self, self._given_or_known(var_list))
 
-    def _release(self) -> None:
-        self._on_device.clear()
-
 
 class _KeptByRule(KeptState):
     """The slots and counts of variables; made if there are none yet."""
@@ -309,7 +306,10 @@ class _KeptByRule(KeptState):
         for variable in self.variables:
             self._optimizer._states.pop(variable, None)
         # Its launches update the states that it has dropped.
-        self._optimizer._release()
+        self.release()
+
+    def release(self) -> None:
+        self._optimizer._on_device.clear()
 
 
 def _ready(updates: Sequence[tuple[Gradient, State]]) -> Sequence[Array | Rows]:

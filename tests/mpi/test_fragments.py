@@ -414,11 +414,14 @@ class Own(hpc.Optimizer):
 
 
 @pytest.mark.any_size
-def test_an_optimizer_of_the_user_cannot_update_fragments(comm):
-    make = hpc.LocalStepsOptimizer
-    error = raised(make, hpc.SGD(1), Own("own"), 4, fragments=2, comm=comm)
+def test_an_optimizer_of_the_user_cannot_update_fragments(comm, rank):
+    options = {"fragments": 2, "comm": comm}
+    variables = [variable(rank, name=name) for name in "ab"]
+    with hpc.LocalStepsOptimizer(hpc.SGD(1), Own("own"), 4, **options) as opt:
+        error = raised(opt.initialize, variables)
     assert type(error) is InvalidArgumentError
     assert "fragments= needs an outer optimizer that is a rule" in str(error)
+    assert [float(each.value) for each in variables] == [rank, rank]
 
 
 @pytest.mark.ranks(min=2)
