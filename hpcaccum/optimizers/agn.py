@@ -133,8 +133,8 @@ class AGNOptimizer(LocalSteps):
         name: Name for messages.
         comm, host: See `OneSidedOptimizer`; those of the getter, if there is one.
         dedicated, servers, on_nonfinite, min_workers, wire_dtype: See
-            `OneSidedOptimizer`. A call whose gradients are dropped makes no local step
-            and does not count.
+            `OneSidedOptimizer`. For gradients that are dropped because they are not
+            finite, see `LocalStepsOptimizer`.
 
     Source: Hermans, Accumulated Gradient Normalization, 2017 (arXiv:1710.02368); the
         behavior of ``tf.contrib.opt.AGNOptimizer``, which pushes raw gradients, not
@@ -211,7 +211,10 @@ class AGNOptimizer(LocalSteps):
     def _start(self, variables: list[Variable]) -> None:
         super()._start(variables)
         self._rows = SummedRows(variables, self._period)
+
+    def _forget_steps(self) -> None:
         self._summed.clear()
+        self._rows.clear()
 
     def _check_registered(self, variables: Iterable[Variable]) -> None:
         if self._getter is None:
@@ -293,9 +296,7 @@ class AGNOptimizer(LocalSteps):
 
         def init() -> None:
             self.initialize()
-            self._served[0].pull_all()
-            self._summed.clear()
-            self._rows.clear()
+            self._undo_steps()
 
         return init
 

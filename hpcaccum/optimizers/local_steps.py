@@ -15,6 +15,7 @@ from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.base import KeptState, Optimizer
 from hpcaccum.optimizers.checks import check_sparse
+from hpcaccum.optimizers.finite import to_drop
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 from hpcaccum.optimizers.served import fragments_of
 from hpcaccum.optimizers.wrapper import check_inner, one_thread
@@ -60,6 +61,7 @@ class LocalSteps(OneSidedOptimizer):
     def _start(self, variables: list[Variable]) -> None:
         super()._start(variables)
         self._calls = 0
+        self._forget_steps()
 
     def _end_server(self) -> None:
         super()._end_server()
@@ -76,7 +78,23 @@ class LocalSteps(OneSidedOptimizer):
 
     def _drop(self) -> Receipt:
         served = self._served[0]
-        return served.server.drop(served.step)
+        receipt = served.server.drop(served.step)
+        own = ((name, value, value.dtype) for name, value in self._values.items())
+        if to_drop(self.get_name(), own, "drop"):
+            # No later gradient would be finite, and the period would not end.
+            self.inner._kept_state(self._given_or_known(None)).forget()
+            self._undo_steps()
+        return receipt
+
+    def _undo_steps(self) -> None:
+        """Go on with the center, as if there were no steps since the last push."""
+        self._forget_steps()
+        for served in self._served:
+            served.pull_all()
+
+    def _forget_steps(self) -> None:
+        """Do not push the local steps since the last push."""
+        raise NotImplementedError
 
     def _send(self, pairs: Pairs, weight: float) -> Receipt:
         try:
@@ -193,8 +211,9 @@ class LocalStepsOptimizer(LocalSteps):
         overlap: Calls for which a push does not wait, fewer than the period.
         name: Name for messages.
         comm, host, dedicated, servers, on_nonfinite, min_workers, wire_dtype: See
-            `OneSidedOptimizer`. A call whose gradients are dropped makes no local step
-            and does not count.
+            `OneSidedOptimizer`. A call whose gradients are dropped because they are not
+            finite makes no local step and does not count. If x is not finite either,
+            x := c, the steps since the last push are undone, and a rule begins anew.
 
     Attributes:
         inner, outer: As given.
@@ -300,12 +319,12 @@ class LocalStepsOptimizer(LocalSteps):
             self._outer_of(fragment)  # may raise
         return variables
 
-    def _start(self, variables: list[Variable]) -> None:
-        super()._start(variables)
-        self._forget_steps()
+    def _undo_steps(self) -> None:
+        for number, flight in self._flights.items():
+            self._after(self._served[number], flight.receipt)
+        super()._undo_steps()
 
     def _forget_steps(self) -> None:
-        """Do not push the local steps since the last pushes."""
         self._changed.clear()
         self._flights.clear()
 

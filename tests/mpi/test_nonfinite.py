@@ -1,6 +1,7 @@
 """Gradients that are not finite, and ranks whose gradients are all dropped."""
 
 import logging
+import time
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import Reduction
 
+from ..common import same_bits
 from .acting import meet
 from .training import ONE_SIDED, WRAPPERS, gives, raised, variable
 
@@ -175,6 +177,45 @@ def test_a_dropped_gradient_does_not_count_in_the_period(comm, rank, size):
     # The receipt of a dropped gradient is final.
     assert sent == [False, True, True]
     np.testing.assert_allclose(w.value, -2.0 * size, rtol=1e-12)
+
+
+# Local steps
+
+
+@pytest.mark.parametrize(
+    ("name", "overlap"), [("AGN", 0), ("LocalSteps", 0), ("LocalSteps", 2)]
+)
+def test_local_steps_that_lead_to_infinity_are_undone(comm, rank, size, name, overlap):
+    w, inner = variable(np.zeros(3)), hpc.Momentum(2.0, 0.5)
+    options = {"comm": comm, "on_nonfinite": "drop"}
+    if name == "AGN":
+        opt = hpc.AGNOptimizer(inner, communication_period=3, **options)
+    else:
+        options |= {"quorum": size, "overlap": overlap}
+        opt = hpc.LocalStepsOptimizer(inner, hpc.SGD(1.0), 3, **options)
+
+    def step(grad):
+        # Not finite if the variable is not.
+        return opt.minimize(lambda: (0.0, [grad + 0 * w.value]), var_list=[w])
+
+    with np.errstate(all="ignore"), opt:
+        # If they overlap, the others wait for the answer to their push.
+        time.sleep(0.1 if overlap and rank == 0 else 0)
+        pushed = [step(1.0) for _ in range(3)][-1]
+        step(1.7e308)
+        assert np.isinf(w.value).all()
+        if not overlap:
+            meet()
+        assert step(1.0).reason == "nonfinite"
+        meet()
+        same_bits(w.value, opt.center(w))
+        assert w.value.any()
+        meet()
+        # The call that was dropped does not count.
+        assert [step(0.0).sent for _ in range(2)] == [False, True]
+        assert pushed.sent
+        opt.leave()
+    assert np.isfinite(w.value).all()
 
 
 # The warning
