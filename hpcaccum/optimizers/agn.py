@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.checks import Pairs, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
-    from hpcaccum.optimizers.slices import Gradient
     from hpcaccum.server import Servers
 
 
@@ -244,11 +243,7 @@ class AGNOptimizer(LocalSteps):
         self.inner.apply_gradients(pairs)
         # On a device, plain CuPy expressions: a kernel would move as many bytes.
         sums = self._places(self._served[0])
-        self._add(sums, dict(zip(grads, arrays, strict=True)))
-        self._rows.add(rows)
-
-    def _add(self, sums: Mapping[str, Array], grads: Mapping[str, Gradient]) -> None:
-        for name, grad in grads.items():
+        for name, grad in zip(grads, arrays, strict=True):
             total, first = sums[name], name not in self._summed
             if isinstance(grad, IndexedSlices):
                 add_slices(total, grad, first)
@@ -257,6 +252,7 @@ class AGNOptimizer(LocalSteps):
             else:
                 np.add(total, grad, out=total, casting="same_kind")
         self._summed.update(grads)
+        self._rows.add(rows)
 
     def _communicate(self, pairs: Pairs) -> Receipt | None:
         """Push the mean gradients of the variables of a call; pull these variables."""

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Protocol, SupportsFloat
 import numpy as np
 
 from hpcaccum.accumulator import Receipt
-from hpcaccum.arguments import positive_weight
 from hpcaccum.device import library
 from hpcaccum.dtypes import Array, accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
@@ -26,7 +25,6 @@ from hpcaccum.optimizers.checks import (
     check_gradient,
     check_loss,
     check_loss_result,
-    check_pairs,
     check_variables,
 )
 from hpcaccum.optimizers.slices import Gradient
@@ -42,9 +40,6 @@ from hpcaccum.optimizers.snapshot import (
 from hpcaccum.optimizers.variable import Variable, check_name, is_float
 from hpcaccum.rows import IndexedSlices
 from hpcaccum.spans import traced
-
-# A weight must be a number of this dtype, as gradients may be.
-_FLOAT = np.dtype(np.float32)
 
 
 class ExchangeKind(enum.Enum):
@@ -352,19 +347,6 @@ def scaled(grad: Gradient, factor: float) -> Gradient:
         values = _scaled(grad.values, factor)
         return IndexedSlices(values, grad.indices, grad.dense_shape)
     return _scaled(grad, factor)
-
-
-def check_weighed(
-    grads_and_vars: PairsLike, weight: float, *, averages: bool
-) -> tuple[Pairs, float]:
-    """Return checked gradients to send, and the weight to send with them.
-
-    If an update is no weighted mean, the weight multiplies the gradients.
-    """
-    pairs, weight = check_pairs(grads_and_vars), positive_weight(weight, _FLOAT)
-    if averages or weight == 1:
-        return pairs, weight
-    return with_factor(pairs, weight), 1.0
 
 
 def with_factor(pairs: Pairs, factor: float) -> Pairs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -145,19 +144,6 @@ class LocalSteps(OneSidedOptimizer):
         release(self._on_device)
 
 
-@dataclass
-class Flight:
-    """A push whose answer is taken later.
-
-    Attributes:
-        due: The call that takes it.
-        receipt: Of the push.
-    """
-
-    due: int
-    receipt: Receipt
-
-
 class LocalStepsOptimizer(LocalSteps):
     """Makes local steps, then pushes how far they have led: DiLoCo, local SGD.
 
@@ -213,7 +199,8 @@ class LocalStepsOptimizer(LocalSteps):
         comm, host, dedicated, servers, on_nonfinite, min_workers, wire_dtype: See
             `OneSidedOptimizer`. A call whose gradients are dropped because they are not
             finite makes no local step and does not count. If x is not finite either,
-            x := c, the steps since the last push are undone, and a rule begins anew.
+            x := c: the steps since the last push do not count, and the slots of x are
+            dropped if ``inner`` is a rule of this package.
 
     Attributes:
         inner, outer: As given.
@@ -291,8 +278,8 @@ class LocalStepsOptimizer(LocalSteps):
         # under way, since this push: their values then are in `_before`.
         self._changed: set[str] = set()
         self._before: dict[str, Array] = {}
-        # By number of a fragment.
-        self._flights: dict[int, Flight] = {}
+        # Pushes whose answers are taken later, by number of a fragment.
+        self._flights: dict[int, Receipt] = {}
 
     def _outer_of(self, fragment: Sequence[Variable]) -> Optimizer:
         return self.outer if self._fragments == 1 else self.outer._fragment(fragment)
@@ -320,8 +307,8 @@ class LocalStepsOptimizer(LocalSteps):
         return variables
 
     def _undo_steps(self) -> None:
-        for number, flight in self._flights.items():
-            self._after(self._served[number], flight.receipt)
+        for number, receipt in self._flights.items():
+            self._after(self._served[number], receipt)
         super()._undo_steps()
 
     def _forget_steps(self) -> None:
@@ -342,17 +329,23 @@ class LocalStepsOptimizer(LocalSteps):
     def _communicate(self, pairs: Pairs) -> Receipt | None:
         receipt = None
         for number, served in enumerate(self._served):
-            if number in self._flights and self._flights[number].due == self._calls:
-                self._land(served, self._flights.pop(number).receipt)
-            offset = number * self._period // self._fragments
-            if self._calls % self._period == offset:
-                receipt = self._push(served)
-                if not self._overlap:
-                    self._after(served, receipt)
-                    continue
-                served.expect(receipt)
-                self._keep_apart(served)
-                self._flights[number] = Flight(self._calls + self._overlap, receipt)
+            since = self._calls - number * self._period // self._fragments
+            if number in self._flights and since % self._period == self._overlap:
+                self._land(served, self._flights.pop(number))
+            if since % self._period:
+                continue
+            receipt = self._push(served)
+            if not self._overlap:
+                self._after(served, receipt)
+                continue
+            if receipt:
+                # Have what it will pull sent to this node.
+                served.server.expect(receipt.global_step + 1)
+            # Memory for values that change while a push is under way.
+            for name, value in served.values.items():
+                if name not in self._before:
+                    self._before[name] = library(value).empty_like(value)
+            self._flights[number] = receipt
         return receipt
 
     def _push(self, served: Served) -> Receipt:
@@ -365,12 +358,6 @@ class LocalStepsOptimizer(LocalSteps):
         # Before the push: one that raises may have been accepted, and is not repeated.
         self._changed -= differences.keys()
         return served.server.push(differences, served.step)
-
-    def _keep_apart(self, served: Served) -> None:
-        """Make memory for values that change while a push is under way."""
-        for name, value in served.values.items():
-            if name not in self._before:
-                self._before[name] = library(value).empty_like(value)
 
     def _land(self, served: Served, receipt: Receipt) -> None:
         """Pull the answer to a push; add what has changed since."""

@@ -20,14 +20,16 @@ from hpcaccum.optimizers.base import (
     ExchangeKind,
     KeptState,
     Optimizer,
-    check_weighed,
     set_global_step,
+    with_factor,
 )
 from hpcaccum.optimizers.checks import (
     capacities,
+    check_pairs,
     check_sparse,
     check_variables,
     declared,
+    exchanged_weight,
     listed,
 )
 from hpcaccum.optimizers.served import (
@@ -378,7 +380,9 @@ class OneSidedOptimizer(Wrapper):
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds; says what the update waits
                 for. The gradients may have been accepted.
         """
-        pairs, weight = check_weighed(grads_and_vars, weight, averages=self._averages)
+        pairs, weight = check_pairs(grads_and_vars), exchanged_weight(weight)
+        if weight != 1 and not self._averages:
+            pairs, weight = with_factor(pairs, weight), 1.0
         self._checked_step(global_step)
         variables = [var for _, var in pairs]
         if not self._served:

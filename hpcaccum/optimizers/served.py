@@ -104,11 +104,6 @@ class Served:
         """Set this rank's variables to the center's, whatever their step."""
         self.step = self.server.pull(self.values, at_least=self.server.step)
 
-    def expect(self, receipt: Receipt) -> None:
-        """Have what `after` will pull sent to this node, and do not wait."""
-        if receipt:
-            self.server.expect(receipt.global_step + 1)
-
     def after(self, receipt: Receipt) -> None:
         """Pull after a push: wait for its update, or do not wait if it was dropped."""
         self.useful = receipt.global_step + 1 if receipt else self.server.step
