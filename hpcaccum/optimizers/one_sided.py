@@ -495,7 +495,7 @@ class OneSidedOptimizer(Wrapper):
         found = [each for each in self._served if var.name in each.values]
         if own is not None or not found or not found[0].server.is_root:
             return own
-        return found[0].center.slot(var, name)
+        return found[0].slot(var, name)
 
     def paused(self) -> AbstractContextManager[int]:
         """Suspend updates during the block; on the host rank only. Not collective.
@@ -542,7 +542,7 @@ class OneSidedOptimizer(Wrapper):
         """
         served = self._any()
         with paused(served):
-            return together([each.center.snapshot() for each in served])
+            return together([each.snapshot() for each in served])
 
     @property
     def global_step(self) -> int:
@@ -589,7 +589,7 @@ class OneSidedOptimizer(Wrapper):
                 served.server.free()
             self._end_steps(self._server.notes)
         for served in self._served:
-            served.center.free()
+            served.keep()
         if self._variables is not None:
             self.outer._kept_state(self._variables).release()
         super()._free()
@@ -598,5 +598,5 @@ class OneSidedOptimizer(Wrapper):
         """Free the server and what belongs to it. Collective."""
         for served in self._open():
             served.server.free()
-            served.center.forget()
+            served.forget()
         self._served = ()

@@ -11,7 +11,7 @@ import inspect
 import math
 import numbers
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
@@ -388,6 +388,77 @@ def update_rows(
         update(value, grad, *slots, scratch[: grad.size], *numbers)
         for array, piece in zip(arrays, [value, *slots], strict=True):
             array[places] = piece.reshape(len(places), *array.shape[1:])
+
+
+# Updates on a server
+
+
+class FlatRule:
+    """The updates of a `Rule`, for a server that divides them among ranks."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        # Names to initial values.
+        self.slots: Mapping[str, float] = rule._slots()
+        # On the rank that counts updates.
+        self._states: Sequence[State] = ()
+
+    def set_variables(
+        self, variables: Sequence[Variable], slots: Mapping[str, Mapping[str, Array]]
+    ) -> None:
+        """Let the rule keep its slots in given arrays."""
+        self._states = [
+            self._rule._state(var, {slot: slots[slot][var.name] for slot in slots})
+            for var in variables
+        ]
+
+    def move_slots(self) -> None:
+        """Move the slots to memory of their own, before the arrays are freed."""
+        for state in self._states:
+            state.move_slots()
+
+    def numbers(self) -> tuple[float, ...] | None:
+        """Return the numbers of the next update; None if they differ by variable."""
+        earlier = {state.updates for state in self._states}
+        if len(earlier) != 1:
+            return None
+        step = earlier.pop()
+        return self._rule._numbers(self._rule._rate.at(lambda: step), step + 1)
+
+    def rate(self) -> float | None:
+        """Return the learning rate now; None if it depends on the updates so far."""
+        rate = self._rule._rate
+        return None if rate.takes_step else rate.at(lambda: 0)
+
+    def apply(self, rate: float | None, grads: Given) -> None:
+        """Update variables one by one, at the learning rate of the host if given."""
+        self._rule._apply_at(rate, grads)
+
+    def count(self) -> None:
+        """Count an update of all variables; the first makes their state visible."""
+        for state in self._states:
+            state.count()
+
+    def update(
+        self,
+        value: Array,
+        grad: Array,
+        slots: Sequence[Array],
+        scratch: Array,
+        numbers: Sequence[float],
+    ) -> None:
+        """Update some elements of the variables and of the slots."""
+        self._rule._update(value, grad, *slots, scratch, *numbers)
+
+
+def flat_rule(optimizer: Optimizer) -> FlatRule | None:
+    """Return the updates of an optimizer as those of a vector; None if they are not.
+
+    An optimizer of the user may be elementwise, but only a `Rule` can update pieces.
+    """
+    if isinstance(optimizer, Rule) and optimizer.elementwise:
+        return FlatRule(optimizer)
+    return None
 
 
 # Learning rates
