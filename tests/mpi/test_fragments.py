@@ -38,18 +38,14 @@ def made():
 
 
 @pytest.fixture
-def make():
-    """Return a function that makes an optimizer; all are freed after the test."""
-    made = []
+def make(keep):
+    """Return a function that makes an optimizer."""
 
     def make(comm, period, **options):
         rules = hpc.Momentum(*INNER), hpc.Momentum(*OUTER)
-        made.append(hpc.LocalStepsOptimizer(*rules, period, comm=comm, **options))
-        return made[-1]
+        return keep(hpc.LocalStepsOptimizer(*rules, period, comm=comm, **options))
 
-    yield make
-    for optimizer in made:
-        optimizer.free()
+    return make
 
 
 class Plain:

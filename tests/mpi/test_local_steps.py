@@ -13,18 +13,14 @@ pytestmark = pytest.mark.any_size
 
 
 @pytest.fixture
-def make(comm):
-    """Return a function that makes an optimizer; all are freed after the test."""
-    made = []
+def make(comm, keep):
+    """Return a function that makes an optimizer."""
 
     def make(period, inner=None, outer=None, **options):
         inner, outer = inner or hpc.SGD(1), outer or hpc.SGD(1)
-        made.append(hpc.LocalStepsOptimizer(inner, outer, period, comm=comm, **options))
-        return made[-1]
+        return keep(hpc.LocalStepsOptimizer(inner, outer, period, comm=comm, **options))
 
-    yield make
-    for optimizer in made:
-        optimizer.free()
+    return make
 
 
 def drawn(rank, call):
