@@ -176,8 +176,33 @@ class CrossShardOptimizer(Wrapper):
             if var_list is not None:
                 self._check_known(check_variables(var_list))
             return
-        variables = self._agree_on(var_list)
+
+        def check() -> tuple[Any, ...]:
+            variables = self._check_start(var_list)
+            layout, rows = (
+                layout_of(variables, self._group.size),
+                row_formats(variables),
+            )
+            wire_format(self._options["wire_dtype"], layout.dtype)
+            sums = device_sums(variables)
+            if self._options["on_loss"] != RAISE and (sums or rows):
+                raise InvalidArgumentError(
+                    f"{self.get_name()}: on_loss={self._options['on_loss']!r} is not "
+                    f"for variables that are on a device, or sparse"
+                )
+            return variables, rows, layout, sums
+
         what = self._call("initialize")
+        variables, rows, layout, self._sums = self._group.agree(
+            what,
+            check,
+            lambda checked: {
+                "optimizer": self.inner,
+                "variables": signature(checked[0]),
+                "sparse": list(checked[1]),
+                "number of broadcasts": self._group.broadcasts,
+            },
+        )
         if self._options["sync"]:
             broadcast(self._group, variables, what)
         else:
@@ -189,10 +214,10 @@ class CrossShardOptimizer(Wrapper):
         self.inner.initialize(variables)
         self._shard = ShardReducer(
             self._group,
-            layout_of(variables, self._group.size),
+            layout,
             self.get_name(),
             {each: self._options[each] for each in _OF_REDUCERS},
-            row_formats(variables),
+            rows,
         )
 
     def _ensure_initialized(self, var_list: Variables | None) -> ShardReducer:
@@ -211,33 +236,6 @@ class CrossShardOptimizer(Wrapper):
         if self._shard is not None:
             self._shard.check_present()
         return super()._check_start(var_list)
-
-    def _agree_on(self, var_list: Variables | None) -> list[Variable]:
-        """Return the variables, which are alike on all ranks. Collective."""
-
-        def check() -> tuple[list[Variable], dict[str, Array]]:
-            variables = self._check_start(var_list)
-            layout = layout_of(variables, self._group.size)
-            wire_format(self._options["wire_dtype"], layout.dtype)
-            sums = device_sums(variables)
-            if self._options["on_loss"] != RAISE and (sums or row_formats(variables)):
-                raise InvalidArgumentError(
-                    f"{self.get_name()}: on_loss={self._options['on_loss']!r} is not "
-                    f"for variables that are on a device, or sparse"
-                )
-            return variables, sums
-
-        variables, self._sums = self._group.agree(
-            self._call("initialize"),
-            check,
-            lambda checked: {
-                "optimizer": self.inner,
-                "variables": signature(checked[0]),
-                "sparse": [var.name for var in checked[0] if var.sparse],
-                "number of broadcasts": self._group.broadcasts,
-            },
-        )
-        return variables
 
     def _fail(self, error: Exception) -> NoReturn:
         """Raise an error on every rank, while the others exchange. Collective."""

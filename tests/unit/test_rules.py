@@ -54,7 +54,8 @@ def steps(opt, variable, grads):
     return seen
 
 
-# What the rules compute. The rule, the first value, gradients, the value after each, slots after the last.
+# What the rules compute: the rule, the first value, gradients, the value after each,
+# slots after the last.
 BY_HAND = {
     "SGD": (lambda: SGD(0.5), 10, [2, 4, -6], [9, 7, 10], {}),
     "Momentum": (
