@@ -328,12 +328,6 @@ class KeptState:
         """Free memory that the next update would allocate again."""
 
 
-def count_step(global_step: Variable | None) -> None:
-    """Add 1 to a checked global step, unless it is None."""
-    if global_step is not None:
-        global_step.value[...] += 1
-
-
 def set_global_step(global_step: Any, number: int) -> None:
     """Set a global step, unless it is None."""
     checked = check_global_step(global_step)

@@ -19,7 +19,7 @@ import numpy as np
 from hpcaccum.device import Entry, cupy
 from hpcaccum.dtypes import Array, accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.optimizers.base import KeptState, Optimizer, count_step
+from hpcaccum.optimizers.base import KeptState, Optimizer
 from hpcaccum.optimizers.checks import (
     PairsLike,
     Variables,
@@ -184,7 +184,8 @@ class Rule(Optimizer):
             given = [(check_gradient(grad, var), var) for grad, var in given]
         check_global_step(global_step)
         self._apply_at(None, given, found)
-        count_step(global_step)
+        if global_step is not None:
+            global_step.value[...] += 1
 
     def _apply_at(
         self, rate: float | None, given: Given, found: Entry[Launch] | None = None

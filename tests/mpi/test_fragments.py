@@ -384,26 +384,6 @@ def test_a_rank_that_ends_does_not_stop_other_fragments(comm, rank, size):
 # Arguments
 
 
-@pytest.mark.any_size
-@pytest.mark.parametrize(
-    ("wrong", "kind", "text"),
-    [
-        ({"fragments": 0}, InvalidArgumentError, "fragments must be at least 1"),
-        ({"fragments": 5}, InvalidArgumentError, "must be at most the period"),
-        ({"fragments": 1.0}, TypeError, "fragments must be an integer"),
-        ({"overlap": -1}, InvalidArgumentError, "overlap must be at least 0 and less"),
-        ({"overlap": 4}, InvalidArgumentError, "less than the period, which is 4"),
-        ({"overlap": None}, TypeError, "overlap must be an integer"),
-    ],
-)
-def test_arguments_are_checked_on_all_ranks(comm, rank, size, wrong, kind, text):
-    mine = wrong if rank == size - 1 else {}
-    rules = hpc.SGD(1), hpc.SGD(1)
-    error = raised(hpc.LocalStepsOptimizer, *rules, 4, comm=comm, **mine)
-    assert type(error) is kind
-    assert text in str(error)
-
-
 class Own(hpc.Optimizer):
     def apply_gradients(self, grads_and_vars, global_step=None, name=None):
         pass
