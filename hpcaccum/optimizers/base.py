@@ -324,6 +324,17 @@ class KeptState:
     def forget(self) -> None:
         """Drop the state, as the variables will not be updated any more."""
 
+    def renew(self) -> None:
+        """Set the state to that before the first update, which is 0 in most cases."""
+        parts = {key: plain(var) for key, var in self.parts().items()}
+        values = {var.name: var.value for var in self.variables}
+        states = snapshot_of(values, parts)["state"]
+        for slots in states.values():
+            for value in slots.values():
+                if isinstance(value, np.ndarray):
+                    value[...] = 0
+        self.set(states)
+
     def release(self) -> None:
         """Free memory that the next update would allocate again."""
 

@@ -17,7 +17,6 @@ from hpcaccum.optimizers.checks import check_sparse
 from hpcaccum.optimizers.finite import to_drop
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 from hpcaccum.optimizers.served import fragments_of
-from hpcaccum.optimizers.snapshot import plain, snapshot_of
 from hpcaccum.optimizers.wrapper import check_inner, one_thread
 from hpcaccum.server import ServerOptions, factors_of
 
@@ -83,20 +82,8 @@ class LocalSteps(OneSidedOptimizer):
         if to_drop(self.get_name(), own, "drop"):
             # No later gradient would be finite, and the period would not end.
             self._undo_steps()
-            self._renew_state()
+            self.inner._kept_state(self._given_or_known(None)).renew()
         return receipt
-
-    def _renew_state(self) -> None:
-        """Drop the state of the local steps; set to 0 what is kept and not finite."""
-        state = self.inner._kept_state(self._given_or_known(None))
-        state.forget()
-        parts = {key: plain(var) for key, var in state.parts().items()}
-        states = snapshot_of(self._values, parts)["state"]
-        for slots in states.values():
-            for value in slots.values():
-                if not np.isfinite(value).all():
-                    value[...] = 0
-        state.set(states)
 
     def _undo_steps(self) -> None:
         """Go on with the center, as if there were no steps since the last push."""
@@ -213,8 +200,7 @@ class LocalStepsOptimizer(LocalSteps):
             `OneSidedOptimizer`. A call whose gradients are dropped because they are not
             finite makes no local step and does not count. If x is not finite either,
             x := c: the steps since the last push do not count. The slots of x are then
-            dropped if ``inner`` is a rule of this package, else set to 0 if they are
-            not finite.
+            dropped if ``inner`` is a rule of this package, else set to 0.
 
     Attributes:
         inner, outer: As given.

@@ -590,8 +590,6 @@ class OneSidedOptimizer(Wrapper):
             self._end_steps(self._server.notes)
         for served in self._served:
             served.keep()
-        if self._variables is not None:
-            self.outer._kept_state(self._variables).release()
         super()._free()
 
     def _end_server(self) -> None:
