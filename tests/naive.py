@@ -33,7 +33,6 @@ class Accumulator:
         step: Number of takes so far, unless it was set.
         count: Gradients added since the last take.
         weight: Sum of their weights.
-        tickets: Number of takes that have begun.
     """
 
     def __init__(self, reduction_type: str = "MEAN") -> None:
@@ -42,7 +41,7 @@ class Accumulator:
         self._mean = reduction_type == "MEAN"
         self._changed = threading.Condition()
         # Takes are served first come, first served.
-        self.tickets = self._served = 0
+        self._tickets = self._served = 0
 
     def apply_grad(
         self, gradient: Any, local_step: int = 0, weight: float = 1.0
@@ -64,7 +63,7 @@ class Accumulator:
         That is sum(weight * gradient) / sum(weight), or sum(weight * gradient).
         """
         with self._changed:
-            ticket, self.tickets = self.tickets, self.tickets + 1
+            ticket, self._tickets = self._tickets, self._tickets + 1
             self._changed.wait_for(
                 lambda: self._served == ticket and self.count >= num_required
             )
@@ -130,22 +129,10 @@ def mean_between(
     return {n: each / each.dtype.type(len(gradients)) for n, each in total.items()}
 
 
-class SGD:
-    """value -= rate * gradient."""
-
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
-
-    def __call__(self, values: Arrays, gradient: Mapping[str, Any]) -> None:
-        """Update the values in place."""
-        for name, value in values.items():
-            value -= value.dtype.type(self.rate) * gradient[name]
-
-
 class Momentum:
-    """slot = momentum * slot + gradient; value -= rate * slot."""
+    """slot = momentum * slot + gradient; value -= rate * slot. SGD has no momentum."""
 
-    def __init__(self, rate: float, momentum: float) -> None:
+    def __init__(self, rate: float, momentum: float = 0.0) -> None:
         self.rate, self.momentum = rate, momentum
         self.slots: Arrays = {}
 
@@ -162,16 +149,11 @@ def cross_shard(
     replicas: Sequence[Arrays],
     rules: Sequence[Rule],
     gradients: Sequence[Mapping[str, Any]],
-    groups: Sequence[Sequence[int]],
-    weights: Sequence[float] | None = None,
 ) -> None:
-    """Make one update of each rank, with the mean of the gradients of its group."""
-    weights = weights or [1.0] * len(gradients)
-    for ranks in groups:
-        of_group = [gradients[rank] for rank in ranks]
-        average = mean(of_group, [weights[rank] for rank in ranks])
-        for rank in ranks:
-            rules[rank](replicas[rank], average)
+    """Make one update of each rank of a group, with the mean of their gradients."""
+    average = mean(gradients)
+    for values, rule in zip(replicas, rules, strict=True):
+        rule(values, average)
 
 
 class Server:
@@ -179,12 +161,11 @@ class Server:
 
     Attributes:
         step: Number of updates.
-        dropped: Number of gradients that were too late.
     """
 
     def __init__(self, values: Mapping[str, Any], rule: Rule) -> None:
         self.values = {name: np.array(value) for name, value in values.items()}
-        self.step, self.dropped = 0, 0
+        self.step = 0
         self._rule, self._changed = rule, threading.Condition()
 
     def pull(self, newer_than: int = -1) -> tuple[Arrays, int]:
@@ -227,7 +208,6 @@ class SyncReplicas(Server):
         with self._changed:
             lag = self.step - local_step
             if lag > (1 if self._late else 0):
-                self.dropped += 1
                 return False
             self.round.append(gradient)
             self._weights.append(weight * (self._late if lag == 1 else 1))
@@ -260,47 +240,10 @@ class DropStale(Server):
         """Make one update with weight * gradient, unless it is too late."""
         with self._changed:
             if (lag := self.step - local_step) > self._staleness:
-                self.dropped += 1
                 return False
             weight *= self._lateness(lag)
             self.update({n: weighted(each, weight) for n, each in gradient.items()})
             return True
-
-
-class LocalStepsWorker:
-    """Makes local steps; each ``period``-th also pushes how far they have led.
-
-    Douillard et al., "DiLoCo", 2023, https://arxiv.org/abs/2311.08105.
-
-    Args:
-        server: A `SyncReplicas` or a `DropStale`, whose rule is the outer one.
-        rule: Of the local steps, with slots of its own.
-        period: Number of local steps of a push.
-    """
-
-    def __init__(self, server: Any, rule: Rule, period: int) -> None:
-        self._server, self._rule, self._period = server, rule, period
-        self._begin(-1)
-
-    def _begin(self, newer_than: int) -> None:
-        """Begin a period with the center of a newer step."""
-        self._center, self._pulled = self._server.pull(newer_than)
-        self.values = {name: value.copy() for name, value in self._center.items()}
-        self._gradients: list[Mapping[str, Any]] = []
-
-    def step(self, gradient: Mapping[str, Any], weight: float = 1.0) -> bool:
-        """Make a local step with weight * gradient; return whether it pushed."""
-        gradient = {n: weighted(each, weight) for n, each in gradient.items()}
-        self._rule(self.values, gradient)
-        self._gradients.append(gradient)
-        if len(self._gradients) < self._period:
-            return False
-        self._server.push(self._pushed(), self._pulled)
-        self._begin(self._pulled)
-        return True
-
-    def _pushed(self) -> Arrays:
-        return {name: self._center[name] - x for name, x in self.values.items()}
 
 
 class FragmentsWorker:
@@ -309,13 +252,15 @@ class FragmentsWorker:
     Douillard et al., "Streaming DiLoCo", 2025, https://arxiv.org/abs/2501.18512.
 
     Args:
-        servers: Of each fragment.
-        rule: Of the local steps.
+        servers: Of each fragment, with the outer rules.
+        rule: Of the local steps, with slots of its own.
     """
 
-    def __init__(self, servers: Sequence[Server], rule: Rule) -> None:
+    def __init__(self, servers: Sequence[Any], rule: Rule) -> None:
         self._servers, self._rule = servers, rule
-        self._centers = [server.pull()[0] for server in servers]
+        pulled = [server.pull() for server in servers]
+        self._centers = [center for center, _ in pulled]
+        self._steps = [step for _, step in pulled]
         self._pushed: list[Arrays] = [{} for _ in servers]
         self.values = {n: x.copy() for each in self._centers for n, x in each.items()}
 
@@ -331,7 +276,8 @@ class FragmentsWorker:
 
     def take(self, number: int, wire: Any = None) -> None:
         """Take the new center of a fragment; keep what has changed since the push."""
-        center = rounded(self._servers[number].pull()[0], wire)
+        found, self._steps[number] = self._servers[number].pull(self._steps[number])
+        center = rounded(found, wire)
         for name, x in self._pushed[number].items():
             self.values[name][...] = center[name] + (self.values[name] - x)
         self._centers[number] = center
@@ -344,6 +290,34 @@ class FragmentsWorker:
         return [f for f in range(count) if at > 0 and at % period == begin[f]]
 
 
+class LocalStepsWorker(FragmentsWorker):
+    """Has one fragment; each ``period``-th step also pushes it, and waits.
+
+    Douillard et al., "DiLoCo", 2023, https://arxiv.org/abs/2311.08105.
+    """
+
+    def __init__(self, server: Any, rule: Rule, period: int) -> None:
+        super().__init__([server], rule)
+        self._period = period
+        self._gradients: list[Mapping[str, Any]] = []
+
+    def step(self, gradient: Mapping[str, Any], weight: float = 1.0) -> bool:
+        """Make a local step with weight * gradient; return whether it pushed."""
+        gradient = {n: weighted(each, weight) for n, each in gradient.items()}
+        super().step(gradient)
+        self._gradients.append(gradient)
+        if len(self._gradients) < self._period:
+            return False
+        difference = self.difference(0)
+        self._servers[0].push(self._of_period(difference), self._steps[0])
+        self._gradients = []
+        self.take(0)
+        return True
+
+    def _of_period(self, difference: Arrays) -> Arrays:
+        return difference
+
+
 class AGNWorker(LocalStepsWorker):
     """Pushes the mean gradient instead, to a `DropStale` without a limit.
 
@@ -351,5 +325,5 @@ class AGNWorker(LocalStepsWorker):
     https://arxiv.org/abs/1710.02368, in the form of TensorFlow's AGNOptimizer.
     """
 
-    def _pushed(self) -> Arrays:
+    def _of_period(self, difference: Arrays) -> Arrays:
         return mean(self._gradients)

@@ -155,11 +155,12 @@ class OptaxRule(Optimizer):
         count = len(self.structure.names)
         return self.structure.pack(var.value for var in variables[:count])
 
-    def _needs_for_fragments(self) -> str | None:
-        return "params without extra= arguments" if self.extra.names else None
-
     def _fragment(self, variables: Sequence[Variable]) -> OptaxRule:
         """Return one for some of the leaves, which are a list."""
+        if self.extra.names:
+            raise InvalidArgumentError(
+                "fragments= needs params without extra= arguments"
+            )
         structure = self.structure.part([var.name for var in variables])
         return OptaxRule(self._rule, structure, self.extra, self.get_name())
 

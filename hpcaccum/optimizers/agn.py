@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.checks import Pairs, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
-    from hpcaccum.optimizers.slices import Gradient
     from hpcaccum.server import Servers
 
 
@@ -133,8 +132,8 @@ class AGNOptimizer(LocalSteps):
         name: Name for messages.
         comm, host: See `OneSidedOptimizer`; those of the getter, if there is one.
         dedicated, servers, on_nonfinite, min_workers, wire_dtype: See
-            `OneSidedOptimizer`. A call whose gradients are dropped makes no local step
-            and does not count.
+            `OneSidedOptimizer`. For gradients that are dropped because they are not
+            finite, see `LocalStepsOptimizer`.
 
     Source: Hermans, Accumulated Gradient Normalization, 2017 (arXiv:1710.02368); the
         behavior of ``tf.contrib.opt.AGNOptimizer``, which pushes raw gradients, not
@@ -211,7 +210,10 @@ class AGNOptimizer(LocalSteps):
     def _start(self, variables: list[Variable]) -> None:
         super()._start(variables)
         self._rows = SummedRows(variables, self._period)
+
+    def _forget_steps(self) -> None:
         self._summed.clear()
+        self._rows.clear()
 
     def _check_registered(self, variables: Iterable[Variable]) -> None:
         if self._getter is None:
@@ -241,11 +243,7 @@ class AGNOptimizer(LocalSteps):
         self.inner.apply_gradients(pairs)
         # On a device, plain CuPy expressions: a kernel would move as many bytes.
         sums = self._places(self._served[0])
-        self._add(sums, dict(zip(grads, arrays, strict=True)))
-        self._rows.add(rows)
-
-    def _add(self, sums: Mapping[str, Array], grads: Mapping[str, Gradient]) -> None:
-        for name, grad in grads.items():
+        for name, grad in zip(grads, arrays, strict=True):
             total, first = sums[name], name not in self._summed
             if isinstance(grad, IndexedSlices):
                 add_slices(total, grad, first)
@@ -254,6 +252,7 @@ class AGNOptimizer(LocalSteps):
             else:
                 np.add(total, grad, out=total, casting="same_kind")
         self._summed.update(grads)
+        self._rows.add(rows)
 
     def _communicate(self, pairs: Pairs) -> Receipt | None:
         """Push the mean gradients of the variables of a call; pull these variables."""
@@ -293,9 +292,7 @@ class AGNOptimizer(LocalSteps):
 
         def init() -> None:
             self.initialize()
-            self._served[0].pull_all()
-            self._summed.clear()
-            self._rows.clear()
+            self._undo_steps()
 
         return init
 

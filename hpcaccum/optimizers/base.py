@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Protocol, SupportsFloat
 import numpy as np
 
 from hpcaccum.accumulator import Receipt
-from hpcaccum.arguments import positive_weight
 from hpcaccum.device import library
 from hpcaccum.dtypes import Array, accumulation_dtype
+from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.checks import (
     Loss,
     Pairs,
@@ -25,7 +25,6 @@ from hpcaccum.optimizers.checks import (
     check_gradient,
     check_loss,
     check_loss_result,
-    check_pairs,
     check_variables,
 )
 from hpcaccum.optimizers.slices import Gradient
@@ -41,9 +40,6 @@ from hpcaccum.optimizers.snapshot import (
 from hpcaccum.optimizers.variable import Variable, check_name, is_float
 from hpcaccum.rows import IndexedSlices
 from hpcaccum.spans import traced
-
-# A weight must be a number of this dtype, as gradients may be.
-_FLOAT = np.dtype(np.float32)
 
 
 class ExchangeKind(enum.Enum):
@@ -259,7 +255,7 @@ class Optimizer(abc.ABC):
         state.set(snapshot["state"])
 
     # The contract with wrappers and adapters, besides the interface above: the next
-    # seven. For an optimizer of the user, the defaults are right.
+    # five. For an optimizer of the user, the defaults are right.
 
     # The options of the host for the center; None: each server uses those of its rank.
     _host_options: HostOptions | None = None
@@ -276,20 +272,16 @@ class Optimizer(abc.ABC):
         """
         return f"an inner optimizer that is a rule of hpcaccum, not {self!r}"
 
-    def _needs_for_fragments(self) -> str | None:
-        """Return what it lacks to update groups of variables in several threads."""
-        return f"an outer optimizer that is a rule of hpcaccum, not {self!r}"
-
     def _fragment(self, variables: Sequence[Variable]) -> Optimizer:
-        """Return what updates a group of variables, independently of others."""
-        return self
+        """Return what updates a group of variables in a thread of its own, or raise."""
+        raise InvalidArgumentError(
+            f"fragments= needs an outer optimizer that is a rule of hpcaccum, not "
+            f"{self!r}"
+        )
 
     def _kept_state(self, var_list: Variables | None) -> KeptState:
         """Return the state of variables; for None, of all that this optimizer has."""
         return KeptState(self, self._given_or_known(var_list))
-
-    def _release(self) -> None:  # noqa: B027
-        """Free memory that the next update would allocate again."""
 
     def _given_or_known(self, var_list: Variables | None) -> list[Variable]:
         """Return checked variables; for None, those of `initialize`."""
@@ -332,11 +324,19 @@ class KeptState:
     def forget(self) -> None:
         """Drop the state, as the variables will not be updated any more."""
 
+    def renew(self) -> None:
+        """Set the state to that before the first update, which is 0 in most cases."""
+        parts = {key: plain(var) for key, var in self.parts().items()}
+        values = {var.name: var.value for var in self.variables}
+        states = snapshot_of(values, parts)["state"]
+        for slots in states.values():
+            for value in slots.values():
+                if isinstance(value, np.ndarray):
+                    value[...] = 0
+        self.set(states)
 
-def count_step(global_step: Variable | None) -> None:
-    """Add 1 to a checked global step, unless it is None."""
-    if global_step is not None:
-        global_step.value[...] += 1
+    def release(self) -> None:
+        """Free memory that the next update would allocate again."""
 
 
 def set_global_step(global_step: Any, number: int) -> None:
@@ -352,19 +352,6 @@ def scaled(grad: Gradient, factor: float) -> Gradient:
         values = _scaled(grad.values, factor)
         return IndexedSlices(values, grad.indices, grad.dense_shape)
     return _scaled(grad, factor)
-
-
-def check_weighed(
-    grads_and_vars: PairsLike, weight: float, *, averages: bool
-) -> tuple[Pairs, float]:
-    """Return checked gradients to send, and the weight to send with them.
-
-    If an update is no weighted mean, the weight multiplies the gradients.
-    """
-    pairs, weight = check_pairs(grads_and_vars), positive_weight(weight, _FLOAT)
-    if averages or weight == 1:
-        return pairs, weight
-    return with_factor(pairs, weight), 1.0
 
 
 def with_factor(pairs: Pairs, factor: float) -> Pairs:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from hpcaccum.arguments import gradient_array
+from hpcaccum.arguments import gradient_array, positive_weight
 from hpcaccum.device import is_device
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.slices import Gradient, check_slices
@@ -246,6 +246,11 @@ def check_gate(gate_gradients: Any) -> None:
             "gate_gradients must be GATE_NONE, GATE_OP or GATE_GRAPH (0, 1 or 2), "
             f"got {gate_gradients!r}"
         )
+
+
+def exchanged_weight(weight: Any) -> float:
+    """Return a weight, which must be a number also in the dtype of gradients."""
+    return positive_weight(weight, np.dtype(np.float32))
 
 
 def check_grad_loss(grad_loss: Any) -> float | None:

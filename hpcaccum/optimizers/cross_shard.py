@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from hpcaccum.accumulator import Receipt
-from hpcaccum.arguments import check_wire_dtype, positive_weight, wire_format
+from hpcaccum.arguments import check_wire_dtype, wire_format
 from hpcaccum.device import release, to_host
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Group, Objects, group_of
@@ -16,6 +16,7 @@ from hpcaccum.optimizers.checks import (
     check_groups,
     check_pairs,
     check_variables,
+    exchanged_weight,
     listed,
 )
 from hpcaccum.optimizers.shard_reducer import (
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from hpcaccum.optimizers.checks import Loss, Pairs, PairsLike, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.variable import Variable
-    from hpcaccum.rows import Rows
 
 # The options that reducers have, too.
 _OF_REDUCERS = ("schedule", "cuda_aware", "wire_dtype", "on_loss")
@@ -52,15 +52,6 @@ class Reduction:
 
     MEAN = "weighted_mean"
     SUM = "weighted_sum"
-
-
-def check_reduction(reduction: str) -> str:
-    """Return a reduction; raise InvalidArgumentError unless it is one."""
-    if reduction not in (Reduction.MEAN, Reduction.SUM):
-        raise InvalidArgumentError(
-            f"reduction must be Reduction.MEAN or Reduction.SUM, got {reduction!r}"
-        )
-    return reduction
 
 
 class CrossShardOptimizer(Wrapper):
@@ -118,8 +109,6 @@ class CrossShardOptimizer(Wrapper):
     _shard: ShardReducer | None = None
     # The communicator of the group, if it is not all ranks.
     _split: Group | None = None
-    # Results for variables on a device.
-    _sums: dict[str, Array]
 
     def __init__(
         self,
@@ -141,9 +130,14 @@ class CrossShardOptimizer(Wrapper):
         def check() -> dict[str, Any]:
             used = "flat" if cuda_aware and schedule == "auto" else schedule
             used = check_schedule(used, wire_dtype, cuda_aware, on_loss, whole)
+            if reduction not in (Reduction.MEAN, Reduction.SUM):
+                raise InvalidArgumentError(
+                    f"reduction must be Reduction.MEAN or Reduction.SUM, got "
+                    f"{reduction!r}"
+                )
             return {
                 "optimizer": type(opt).__name__,
-                "reduction": check_reduction(reduction),
+                "reduction": reduction,
                 "schedule": used,
                 "cuda_aware": bool(cuda_aware),
                 "wire_dtype": check_wire_dtype(wire_dtype),
@@ -182,8 +176,33 @@ class CrossShardOptimizer(Wrapper):
             if var_list is not None:
                 self._check_known(check_variables(var_list))
             return
-        variables = self._agree_on(var_list)
+
+        def check() -> tuple[Any, ...]:
+            variables = self._check_start(var_list)
+            layout, rows = (
+                layout_of(variables, self._group.size),
+                row_formats(variables),
+            )
+            wire_format(self._options["wire_dtype"], layout.dtype)
+            sums = device_sums(variables)
+            if self._options["on_loss"] != RAISE and (sums or rows):
+                raise InvalidArgumentError(
+                    f"{self.get_name()}: on_loss={self._options['on_loss']!r} is not "
+                    f"for variables that are on a device, or sparse"
+                )
+            return variables, rows, layout, sums
+
         what = self._call("initialize")
+        variables, rows, layout, self._sums = self._group.agree(
+            what,
+            check,
+            lambda checked: {
+                "optimizer": self.inner,
+                "variables": signature(checked[0]),
+                "sparse": list(checked[1]),
+                "number of broadcasts": self._group.broadcasts,
+            },
+        )
         if self._options["sync"]:
             broadcast(self._group, variables, what)
         else:
@@ -195,10 +214,10 @@ class CrossShardOptimizer(Wrapper):
         self.inner.initialize(variables)
         self._shard = ShardReducer(
             self._group,
-            layout_of(variables, self._group.size),
+            layout,
             self.get_name(),
             {each: self._options[each] for each in _OF_REDUCERS},
-            row_formats(variables),
+            rows,
         )
 
     def _ensure_initialized(self, var_list: Variables | None) -> ShardReducer:
@@ -217,33 +236,6 @@ class CrossShardOptimizer(Wrapper):
         if self._shard is not None:
             self._shard.check_present()
         return super()._check_start(var_list)
-
-    def _agree_on(self, var_list: Variables | None) -> list[Variable]:
-        """Return the variables, which are alike on all ranks. Collective."""
-
-        def check() -> tuple[list[Variable], dict[str, Array]]:
-            variables = self._check_start(var_list)
-            layout = layout_of(variables, self._group.size)
-            wire_format(self._options["wire_dtype"], layout.dtype)
-            sums = device_sums(variables)
-            if self._options["on_loss"] != RAISE and (sums or row_formats(variables)):
-                raise InvalidArgumentError(
-                    f"{self.get_name()}: on_loss={self._options['on_loss']!r} is not "
-                    f"for variables that are on a device, or sparse"
-                )
-            return variables, sums
-
-        variables, self._sums = self._group.agree(
-            self._call("initialize"),
-            check,
-            lambda checked: {
-                "optimizer": self.inner,
-                "variables": signature(checked[0]),
-                "sparse": [var.name for var in checked[0] if var.sparse],
-                "number of broadcasts": self._group.broadcasts,
-            },
-        )
-        return variables
 
     def _fail(self, error: Exception) -> NoReturn:
         """Raise an error on every rank, while the others exchange. Collective."""
@@ -363,8 +355,12 @@ class CrossShardOptimizer(Wrapper):
                 `restore` on all ranks makes their variables the same again.
         """
         try:
-            pairs, grads, skips = self._checked(grads_and_vars, global_step)
-            weight = positive_weight(weight, np.dtype(np.float32))
+            pairs = check_pairs(grads_and_vars)
+            self._checked_step(global_step)
+            if self._shard is not None:
+                self._check_known(var for _, var in pairs)
+            grads, skips = exchanged(pairs), self._drops(pairs)
+            weight = exchanged_weight(weight)
         except (TypeError, InvalidArgumentError) as error:
             self._fail(error)
         shard = self._ensure_initialized([var for _, var in pairs])
@@ -383,17 +379,6 @@ class CrossShardOptimizer(Wrapper):
         self.inner.apply_gradients(with_sums(pairs, sums), global_step, name)
         shard.updated()
         return receipt
-
-    def _checked(
-        self, grads_and_vars: PairsLike, global_step: Variable | None
-    ) -> tuple[Pairs, dict[str, Array | Rows], bool]:
-        """Return pairs, what is exchanged of them, and whether they are dropped."""
-        pairs = check_pairs(grads_and_vars)
-        self._checked_step(global_step)
-        if self._shard is not None:
-            self._check_known(var for _, var in pairs)
-        skips = self._drops(pairs)
-        return pairs, exchanged(pairs), skips
 
     # Questions, snapshots, and the end
 
@@ -456,23 +441,15 @@ class CrossShardOptimizer(Wrapper):
         # Also of an optimizer that is initialized, or was made with sync=False.
         broadcast(self._group, variables, what)
         self.initialize(variables)
-        self._share_state(variables, snapshot, what)
+        state = self._kept_state(variables)
+        self._group.agree(
+            what, lambda: state.set(snapshot["state"]) if first else None, lambda _: {}
+        )
+        broadcast(self._group, state.parts().values(), what)
         shard = self._any_shard()
         shard.renew(what)
         shard.begin(**counts[0])
         self._begin_at(shard.step)
-
-    def _share_state(self, variables: list[Variable], snapshot: Any, what: str) -> None:
-        """Set the state on all ranks of a group to that of the first. Collective."""
-        state = self._kept_state(variables)
-
-        def fill() -> dict[str, object]:
-            if self._group.rank == 0:
-                state.set(snapshot["state"])
-            return {}
-
-        self._group.agree(what, fill)
-        broadcast(self._group, state.parts().values(), what)
 
     @one_thread
     def assign(self) -> None:

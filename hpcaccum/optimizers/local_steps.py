@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.base import KeptState, Optimizer
 from hpcaccum.optimizers.checks import check_sparse
+from hpcaccum.optimizers.finite import to_drop
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 from hpcaccum.optimizers.served import fragments_of
 from hpcaccum.optimizers.wrapper import check_inner, one_thread
@@ -60,6 +60,7 @@ class LocalSteps(OneSidedOptimizer):
     def _start(self, variables: list[Variable]) -> None:
         super()._start(variables)
         self._calls = 0
+        self._forget_steps()
 
     def _end_server(self) -> None:
         super()._end_server()
@@ -76,7 +77,23 @@ class LocalSteps(OneSidedOptimizer):
 
     def _drop(self) -> Receipt:
         served = self._served[0]
-        return served.server.drop(served.step)
+        receipt = served.server.drop(served.step)
+        own = ((name, value, value.dtype) for name, value in self._values.items())
+        if to_drop(self.get_name(), own, "drop"):
+            # No later gradient would be finite, and the period would not end.
+            self._undo_steps()
+            self.inner._kept_state(self._given_or_known(None)).renew()
+        return receipt
+
+    def _undo_steps(self) -> None:
+        """Go on with the center, as if there were no steps since the last push."""
+        self._forget_steps()
+        for served in self._served:
+            served.pull_all()
+
+    def _forget_steps(self) -> None:
+        """Do not push the local steps since the last push."""
+        raise NotImplementedError
 
     def _send(self, pairs: Pairs, weight: float) -> Receipt:
         try:
@@ -125,19 +142,6 @@ class LocalSteps(OneSidedOptimizer):
     def _free(self) -> None:
         super()._free()
         release(self._on_device)
-
-
-@dataclass
-class Flight:
-    """A push whose answer is taken later.
-
-    Attributes:
-        due: The call that takes it.
-        receipt: Of the push.
-    """
-
-    due: int
-    receipt: Receipt
 
 
 class LocalStepsOptimizer(LocalSteps):
@@ -193,8 +197,10 @@ class LocalStepsOptimizer(LocalSteps):
         overlap: Calls for which a push does not wait, fewer than the period.
         name: Name for messages.
         comm, host, dedicated, servers, on_nonfinite, min_workers, wire_dtype: See
-            `OneSidedOptimizer`. A call whose gradients are dropped makes no local step
-            and does not count.
+            `OneSidedOptimizer`. A call whose gradients are dropped because they are not
+            finite makes no local step and does not count. If x is not finite either,
+            x := c: the steps since the last push do not count. The slots of x are then
+            dropped if ``inner`` is a rule of this package, else set to 0.
 
     Attributes:
         inner, outer: As given.
@@ -242,8 +248,11 @@ class LocalStepsOptimizer(LocalSteps):
                     f"train, got {count}"
                 )
             groups, later = _checked_overlap(fragments, overlap, steps)
-            if groups > 1:
-                _check_fragments(outer, dedicated=bool(dedicated))
+            if groups > 1 and dedicated:
+                raise InvalidArgumentError(
+                    "fragments= needs servers that also train: each fragment has a "
+                    "server thread; with dedicated=True, use fragments=1"
+                )
             return {
                 "outer": outer,
                 "period": steps,
@@ -269,8 +278,8 @@ class LocalStepsOptimizer(LocalSteps):
         # under way, since this push: their values then are in `_before`.
         self._changed: set[str] = set()
         self._before: dict[str, Array] = {}
-        # By number of a fragment.
-        self._flights: dict[int, Flight] = {}
+        # Pushes whose answers are taken later, by number of a fragment.
+        self._flights: dict[int, Receipt] = {}
 
     def _outer_of(self, fragment: Sequence[Variable]) -> Optimizer:
         return self.outer if self._fragments == 1 else self.outer._fragment(fragment)
@@ -293,14 +302,16 @@ class LocalStepsOptimizer(LocalSteps):
                 f"{self.get_name()}: fragments must be at most the number of "
                 f"variables, which is {len(variables)}, got {self._fragments}"
             )
+        for fragment in fragments_of(variables, self._fragments):
+            self._outer_of(fragment)  # may raise
         return variables
 
-    def _start(self, variables: list[Variable]) -> None:
-        super()._start(variables)
-        self._forget_steps()
+    def _undo_steps(self) -> None:
+        for number, receipt in self._flights.items():
+            self._after(self._served[number], receipt)
+        super()._undo_steps()
 
     def _forget_steps(self) -> None:
-        """Do not push the local steps since the last pushes."""
         self._changed.clear()
         self._flights.clear()
 
@@ -318,17 +329,23 @@ class LocalStepsOptimizer(LocalSteps):
     def _communicate(self, pairs: Pairs) -> Receipt | None:
         receipt = None
         for number, served in enumerate(self._served):
-            if number in self._flights and self._flights[number].due == self._calls:
-                self._land(served, self._flights.pop(number).receipt)
-            offset = number * self._period // self._fragments
-            if self._calls % self._period == offset:
-                receipt = self._push(served)
-                if not self._overlap:
-                    self._after(served, receipt)
-                    continue
-                served.expect(receipt)
-                self._keep_apart(served)
-                self._flights[number] = Flight(self._calls + self._overlap, receipt)
+            since = self._calls - number * self._period // self._fragments
+            if number in self._flights and since % self._period == self._overlap:
+                self._land(served, self._flights.pop(number))
+            if since % self._period:
+                continue
+            receipt = self._push(served)
+            if not self._overlap:
+                self._after(served, receipt)
+                continue
+            if receipt:
+                # Have what it will pull sent to this node.
+                served.server.expect(receipt.global_step + 1)
+            # Memory for values that change while a push is under way.
+            for name, value in served.values.items():
+                if name not in self._before:
+                    self._before[name] = library(value).empty_like(value)
+            self._flights[number] = receipt
         return receipt
 
     def _push(self, served: Served) -> Receipt:
@@ -341,12 +358,6 @@ class LocalStepsOptimizer(LocalSteps):
         # Before the push: one that raises may have been accepted, and is not repeated.
         self._changed -= differences.keys()
         return served.server.push(differences, served.step)
-
-    def _keep_apart(self, served: Served) -> None:
-        """Make memory for values that change while a push is under way."""
-        for name, value in served.values.items():
-            if name not in self._before:
-                self._before[name] = library(value).empty_like(value)
 
     def _land(self, served: Served, receipt: Receipt) -> None:
         """Pull the answer to a push; add what has changed since."""
@@ -412,14 +423,3 @@ def _checked_overlap(fragments: Any, overlap: Any, period: int) -> tuple[int, in
             f"got {later}"
         )
     return groups, later
-
-
-def _check_fragments(outer: Optimizer, *, dedicated: bool) -> None:
-    """Raise InvalidArgumentError unless a center can be in several fragments."""
-    if dedicated:
-        raise InvalidArgumentError(
-            "fragments= needs servers that also train: each fragment has a server "
-            "thread; with dedicated=True, use fragments=1"
-        )
-    if (needs := outer._needs_for_fragments()) is not None:
-        raise InvalidArgumentError(f"fragments= needs {needs}")

@@ -20,14 +20,16 @@ from hpcaccum.optimizers.base import (
     ExchangeKind,
     KeptState,
     Optimizer,
-    check_weighed,
     set_global_step,
+    with_factor,
 )
 from hpcaccum.optimizers.checks import (
     capacities,
+    check_pairs,
     check_sparse,
     check_variables,
     declared,
+    exchanged_weight,
     listed,
 )
 from hpcaccum.optimizers.served import (
@@ -378,7 +380,9 @@ class OneSidedOptimizer(Wrapper):
             WaitTimeoutError: After HPCACCUM_TIMEOUT seconds; says what the update waits
                 for. The gradients may have been accepted.
         """
-        pairs, weight = check_weighed(grads_and_vars, weight, averages=self._averages)
+        pairs, weight = check_pairs(grads_and_vars), exchanged_weight(weight)
+        if weight != 1 and not self._averages:
+            pairs, weight = with_factor(pairs, weight), 1.0
         self._checked_step(global_step)
         variables = [var for _, var in pairs]
         if not self._served:
@@ -491,7 +495,7 @@ class OneSidedOptimizer(Wrapper):
         found = [each for each in self._served if var.name in each.values]
         if own is not None or not found or not found[0].server.is_root:
             return own
-        return found[0].center.slot(var, name)
+        return found[0].slot(var, name)
 
     def paused(self) -> AbstractContextManager[int]:
         """Suspend updates during the block; on the host rank only. Not collective.
@@ -538,7 +542,7 @@ class OneSidedOptimizer(Wrapper):
         """
         served = self._any()
         with paused(served):
-            return together([each.center.snapshot() for each in served])
+            return together([each.snapshot() for each in served])
 
     @property
     def global_step(self) -> int:
@@ -575,10 +579,6 @@ class OneSidedOptimizer(Wrapper):
         """Whether it was freed, by `free` or with its server before MPI_Finalize."""
         return self._freed or any(each.server.freed for each in self._served)
 
-    def _release(self) -> None:
-        super()._release()
-        self.outer._release()
-
     def _free(self) -> None:
         if self._served:
             if self._server.has_to_serve:
@@ -589,12 +589,12 @@ class OneSidedOptimizer(Wrapper):
                 served.server.free()
             self._end_steps(self._server.notes)
         for served in self._served:
-            served.center.free()
+            served.keep()
         super()._free()
 
     def _end_server(self) -> None:
         """Free the server and what belongs to it. Collective."""
         for served in self._open():
             served.server.free()
-            served.center.forget()
+            served.forget()
         self._served = ()

@@ -20,20 +20,27 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.device import to_host
-from hpcaccum.optimizers.center import Center, flat_rule
+from hpcaccum.optimizers.snapshot import COUNT, plain, snapshot_of
 from hpcaccum.optimizers.start import broadcast
-from hpcaccum.server import ParameterServer, ServerSetup
+from hpcaccum.optimizers.update_rule import flat_rule
+from hpcaccum.optimizers.variable import Variable
+from hpcaccum.server import ParameterServer, ServerSetup, joined
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from hpcaccum.accumulator import Receipt
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.base import Optimizer
-    from hpcaccum.optimizers.snapshot import Parts
-    from hpcaccum.optimizers.variable import Variable
+    from hpcaccum.optimizers.snapshot import Key, Parts
     from hpcaccum.server import MakeInbox, ServerOptions
+
+# What one of several servers has of a variable itself, beside its state.
+_VALUE = "?value"
+
+# A part of the state of a variable: its name and its value.
+StatePart = tuple[str, Any]
 
 
 class Served:
@@ -45,7 +52,6 @@ class Served:
     Attributes:
         values: Arrays of the variables of this rank, by name.
         server: Of these variables.
-        center: What this rank has of their center.
         step: That of this rank's variables.
         useful: The first step that is worth waiting for.
     """
@@ -62,7 +68,9 @@ class Served:
         counts: Mapping[str, Any],
         others: Sequence[Served],
     ) -> None:
-        self._group, flat = group, flat_rule(outer)
+        self._group, self._outer = group, outer
+        # The updates of ``outer`` as those of a vector: the server may call it instead.
+        self._flat = flat_rule(outer)
         self.values = {var.name: var.value for var in variables}
         self.step, self.useful = -1, 0
         setup = ServerSetup(
@@ -71,7 +79,7 @@ class Served:
             make_inbox,
             place,
             what,
-            rule=flat,
+            rule=self._flat,
             finish=self.pull_all,
             elementwise=outer.elementwise,
             capacities=capacities,
@@ -80,16 +88,17 @@ class Served:
         self.server = ParameterServer(setup)
         for other in others:
             other.server.leave_with(self.server)
-        self.center = Center(outer, flat, self.server, self.values)
+        # Of a server; one of several has parts of them.
+        self._center = {n: Variable(a, n) for n, a in self.server.center.items()}
 
     def start(self, call: str, states: Mapping[str, Parts] | None) -> None:
         """Begin to serve, maybe with states of the root's; pull. Collective."""
         if states:
             states = {name: states[name] for name in self.values}
         parts = self.server.divide(states)
-        self._group.agree(call, lambda: self.center.prepare(parts), lambda _: {})
+        self._group.agree(call, lambda: self._prepare(parts), lambda _: {})
         if self.server.is_server:
-            self.center.serve()
+            self.server.start(self._update, rate=self._shared_rate, answer=self._answer)
         self.pull()
 
     def pull(self, into: Mapping[str, Array] | None = None) -> None:
@@ -104,17 +113,140 @@ class Served:
         """Set this rank's variables to the center's, whatever their step."""
         self.step = self.server.pull(self.values, at_least=self.server.step)
 
-    def expect(self, receipt: Receipt) -> None:
-        """Have what `after` will pull sent to this node, and do not wait."""
-        if receipt:
-            self.server.expect(receipt.global_step + 1)
-
     def after(self, receipt: Receipt) -> None:
         """Pull after a push: wait for its update, or do not wait if it was dropped."""
         self.useful = receipt.global_step + 1 if receipt else self.server.step
         self.pull()
         if not receipt:
             self.useful = self.server.useful(receipt.global_step)
+
+    # The center: its updates, on servers
+
+    def _prepare(self, states: Mapping[str, Parts] | None) -> None:
+        """Make the state of the center; that of a snapshot if it is given."""
+        variables = list(self._center.values())
+        # One of more servers than variables may have none.
+        if not variables:
+            return
+        if self._flat is not None and self.server.slots is not None:
+            self._flat.set_variables(variables, self.server.slots)
+        self._outer.initialize(variables)
+        if states is not None:
+            self._outer._kept_state(variables).set(states)
+
+    def _update(self, grads: Mapping[str, Array], rate: float | None) -> None:
+        """Apply gradients, at the learning rate of the host if given."""
+        pairs = [(grad, self._center[name]) for name, grad in grads.items()]
+        if self._flat is not None:
+            self._flat.apply(rate, pairs)
+            return
+        options = self._outer._host_options
+        if options is not None and not self.server.in_parts:
+            options.use(options.changed())
+        self._outer.apply_gradients(pairs)
+
+    def _shared_rate(self) -> float | None:
+        """Return the learning rate for all servers; None if each of them finds it.
+
+        Called between two updates: options of the host that have changed are sent now.
+        """
+        if self._flat is not None:
+            return self._flat.rate()
+        options = self._outer._host_options
+        if options is not None and (changed := options.changed()):
+            self.server.ask(list(changed))
+        return None
+
+    def _answer(self, question: str | list[Any] | None) -> dict[Key, StatePart]:
+        """Return the state of a variable, or of all; or use the host's options."""
+        if isinstance(question, list):
+            assert self._outer._host_options is not None
+            self._outer._host_options.use(question)
+            return {}
+        variables = self._center.values()
+        wanted = [var for var in variables if question in (None, var.name)]
+        found = kept_state(self._outer, wanted) if wanted else {}
+        if self.server.rounds:
+            found |= {(var.name, _VALUE): (var.name, var.value) for var in wanted}
+        return found
+
+    # Its state, on the root
+
+    def slot(self, var: Variable, name: str) -> Variable | None:
+        """Return a copy of a slot; None before the first update."""
+        if self.server.in_parts:
+            found = _whole(self.server.ask(var.name), var.name, var.value)
+            _, updates = found.get((var.name, COUNT), ("", None))
+            if (var.name, name) not in found or updates == 0:
+                return None
+            title, value = found[var.name, name]
+            return Variable(value, title, trainable=False)
+        if var.name not in self._center:
+            return None
+        with self.server.paused():
+            slot = self._outer.get_slot(self._center[var.name], name)
+            return None if slot is None else slot.copy()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return copies of the variables, their state and the counts, of one step."""
+        with self.server.paused():
+            step, tally, values = self.server.state()
+            # The slots are copied during the pause, too.
+            state = self._state()
+            # What the host was sent by other servers may be rounded.
+            exact = {name for name, part in state if part == _VALUE}
+            values |= {name: state.pop((name, _VALUE)) for name in exact}
+            copies = snapshot_of(values, state)
+        return {**copies, "global_step": step, "tally": tally.as_lists()}
+
+    def _state(self) -> dict[Key, Any]:
+        if self.server.in_parts:
+            # One variable at a time: a message with all of it may be too long.
+            found = {
+                key: value
+                for name, array in self.values.items()
+                for key, value in _whole(self.server.ask(name), name, array).items()
+            }
+        else:
+            found = kept_state(self._outer, self._center.values())
+        return {key: value for key, (_, value) in found.items()}
+
+    def forget(self) -> None:
+        """Drop the state of the center, after the server is freed."""
+        if self._center:
+            self._outer._kept_state(self._center.values()).forget()
+
+    def keep(self) -> None:
+        """Move the center to memory of its own, after the server is freed."""
+        if self._flat is not None:
+            self._flat.move_slots()
+        if not self.server.in_parts:
+            for name, var in self._center.items():
+                var._move_to(self.server.center[name])
+
+
+def kept_state(
+    optimizer: Optimizer, variables: Iterable[Variable]
+) -> dict[Key, StatePart]:
+    """Return the state of variables: of each part, its name and its value."""
+    parts = optimizer._kept_state(variables).parts()
+    return {key: (var.name, plain(var)) for key, var in parts.items()}
+
+
+def _whole(
+    answers: Sequence[Mapping[Key, StatePart]], variable: str, like: Array
+) -> dict[Key, StatePart]:
+    """Return the state of a variable of which servers have parts."""
+    whole: dict[Key, StatePart] = {}
+    for key in dict.fromkeys(key for answer in answers for key in answer):
+        if key[0] == variable:
+            found = [answer[key] for answer in answers if key in answer]
+            name, value = found[0]
+            # The only server that has it has all of it, of any shape.
+            if len(found) > 1 and not isinstance(value, int):
+                value = joined([piece for _, piece in found], like.shape)
+            whole[key] = name, value
+    return whole
 
 
 def fragments_of(variables: Sequence[Variable], count: int) -> list[list[Variable]]:

@@ -59,19 +59,17 @@ def exchanged(pairs: Sequence[tuple[Gradient | None, Variable]]) -> dict[str, An
 
     For a sparse variable these are rows, for others arrays.
     """
-    return {var.name: _exchanged(grad, var) for grad, var in pairs if grad is not None}
-
-
-def _exchanged(grad: Gradient, variable: Variable) -> Array | Rows:
-    dtype = accumulation_dtype(variable.dtype)
-    if variable.sparse:
-        return _sparse_rows(grad, variable, dtype)
-    if not isinstance(grad, IndexedSlices):
-        return grad
-    rows = sliced(rows_of(grad, dtype), variable.shape)
-    dense = np.zeros(variable.shape, dtype)
-    dense[rows.indices] = rows.values
-    return dense
+    found: dict[str, Any] = {}
+    for grad, var in pairs:
+        dtype = accumulation_dtype(var.dtype)
+        if grad is not None and var.sparse:
+            found[var.name] = _sparse_rows(grad, var, dtype)
+        elif isinstance(grad, IndexedSlices):
+            found[var.name] = np.empty(var.shape, dtype)
+            add_slices(found[var.name], grad, first=True)
+        elif grad is not None:
+            found[var.name] = grad
+    return found
 
 
 def _sparse_rows(grad: Gradient, variable: Variable, dtype: np.dtype[Any]) -> Rows:

@@ -11,7 +11,7 @@ import inspect
 import math
 import numbers
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from hpcaccum.device import Entry, cupy
 from hpcaccum.dtypes import Array, accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.optimizers.base import KeptState, Optimizer, count_step
+from hpcaccum.optimizers.base import KeptState, Optimizer
 from hpcaccum.optimizers.checks import (
     PairsLike,
     Variables,
@@ -184,7 +184,8 @@ class Rule(Optimizer):
             given = [(check_gradient(grad, var), var) for grad, var in given]
         check_global_step(global_step)
         self._apply_at(None, given, found)
-        count_step(global_step)
+        if global_step is not None:
+            global_step.value[...] += 1
 
     def _apply_at(
         self, rate: float | None, given: Given, found: Entry[Launch] | None = None
@@ -235,8 +236,8 @@ class Rule(Optimizer):
     def _needs_for_rows(self) -> str | None:
         return None if self.elementwise else super()._needs_for_rows()
 
-    def _needs_for_fragments(self) -> str | None:
-        return None if self.elementwise else super()._needs_for_fragments()
+    def _fragment(self, variables: Sequence[Variable]) -> Optimizer:
+        return self if self.elementwise else super()._fragment(variables)
 
     def _updates(self, pairs: Given) -> int:
         """Return the largest number of earlier updates of these variables."""
@@ -282,9 +283,6 @@ class Rule(Optimizer):
             var_list = list(dict.fromkeys([*(self._variables or ()), *updated]))
         return _KeptByRule(self, self._given_or_known(var_list))
 
-    def _release(self) -> None:
-        self._on_device.clear()
-
 
 class _KeptByRule(KeptState):
     """The slots and counts of variables; made if there are none yet."""
@@ -309,7 +307,13 @@ class _KeptByRule(KeptState):
         for variable in self.variables:
             self._optimizer._states.pop(variable, None)
         # Its launches update the states that it has dropped.
-        self._optimizer._release()
+        self.release()
+
+    def renew(self) -> None:
+        self.forget()
+
+    def release(self) -> None:
+        self._optimizer._on_device.clear()
 
 
 def _ready(updates: Sequence[tuple[Gradient, State]]) -> Sequence[Array | Rows]:
@@ -388,6 +392,77 @@ def update_rows(
         update(value, grad, *slots, scratch[: grad.size], *numbers)
         for array, piece in zip(arrays, [value, *slots], strict=True):
             array[places] = piece.reshape(len(places), *array.shape[1:])
+
+
+# Updates on a server
+
+
+class FlatRule:
+    """The updates of a `Rule`, for a server that divides them among ranks."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        # Names to initial values.
+        self.slots: Mapping[str, float] = rule._slots()
+        # On the rank that counts updates.
+        self._states: Sequence[State] = ()
+
+    def set_variables(
+        self, variables: Sequence[Variable], slots: Mapping[str, Mapping[str, Array]]
+    ) -> None:
+        """Let the rule keep its slots in given arrays."""
+        self._states = [
+            self._rule._state(var, {slot: slots[slot][var.name] for slot in slots})
+            for var in variables
+        ]
+
+    def move_slots(self) -> None:
+        """Move the slots to memory of their own, before the arrays are freed."""
+        for state in self._states:
+            state.move_slots()
+
+    def numbers(self) -> tuple[float, ...] | None:
+        """Return the numbers of the next update; None if they differ by variable."""
+        earlier = {state.updates for state in self._states}
+        if len(earlier) != 1:
+            return None
+        step = earlier.pop()
+        return self._rule._numbers(self._rule._rate.at(lambda: step), step + 1)
+
+    def rate(self) -> float | None:
+        """Return the learning rate now; None if it depends on the updates so far."""
+        rate = self._rule._rate
+        return None if rate.takes_step else rate.at(lambda: 0)
+
+    def apply(self, rate: float | None, grads: Given) -> None:
+        """Update variables one by one, at the learning rate of the host if given."""
+        self._rule._apply_at(rate, grads)
+
+    def count(self) -> None:
+        """Count an update of all variables; the first makes their state visible."""
+        for state in self._states:
+            state.count()
+
+    def update(
+        self,
+        value: Array,
+        grad: Array,
+        slots: Sequence[Array],
+        scratch: Array,
+        numbers: Sequence[float],
+    ) -> None:
+        """Update some elements of the variables and of the slots."""
+        self._rule._update(value, grad, *slots, scratch, *numbers)
+
+
+def flat_rule(optimizer: Optimizer) -> FlatRule | None:
+    """Return the updates of an optimizer as those of a vector; None if they are not.
+
+    An optimizer of the user may be elementwise, but only a `Rule` can update pieces.
+    """
+    if isinstance(optimizer, Rule) and optimizer.elementwise:
+        return FlatRule(optimizer)
+    return None
 
 
 # Learning rates

@@ -408,10 +408,8 @@ class Wrapper(Freeable, Optimizer):
 
     def _free(self) -> None:
         release(self._gradients)
-        self._release()
-
-    def _release(self) -> None:
-        self.inner._release()
+        if self._variables is not None:
+            self.inner._kept_state(self._variables).release()
 
 
 def check_inner(inner: Any, outer: Optimizer) -> None:

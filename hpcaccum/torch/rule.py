@@ -205,9 +205,6 @@ class TorchRule(Optimizer):
         found = [groups[number] for number in self._row_groups]
         return needs_for_rows(self._original.optimizer, found) if found else None
 
-    def _needs_for_fragments(self) -> str | None:
-        return None
-
     def _fragment(self, variables: Sequence[Variable]) -> TorchRule:
         """Return one for some of the parameters, with a center of its own."""
         parameters = {var.name: self.parameters[var.name] for var in variables}

@@ -166,6 +166,3 @@ def test_without_compute_the_step_is_that_of_the_variables(make):
     receipts = turns([0] * 3, lambda _: opt.apply_gradients([(1.0, w)]))
 
     assert receipts == [hpc.Receipt(True, step, step) for step in range(3)]
-
-
-# Arguments

@@ -25,7 +25,7 @@ def play(comm, rank, size, *, sparse=False, **options):
     """Make updates without some ranks, which are late; compare with the naive ones."""
     start, quorum, last = np.ones((SIZE, 1)), size - 1, size - 1
     w = hpc.Variable(start, "w", sparse=sparse)
-    server = naive.SyncReplicas({"w": start}, naive.SGD(0.5), quorum, LATE)
+    server = naive.SyncReplicas({"w": start}, naive.Momentum(0.5), quorum, LATE)
     chosen = {"lateness": quarter, "comm": comm, **options}
     with hpc.SyncReplicasOptimizer(hpc.SGD(0.5), quorum, **chosen) as opt:
         opt.initialize([w])

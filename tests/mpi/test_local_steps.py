@@ -13,18 +13,14 @@ pytestmark = pytest.mark.any_size
 
 
 @pytest.fixture
-def make(comm):
-    """Return a function that makes an optimizer; all are freed after the test."""
-    made = []
+def make(comm, keep):
+    """Return a function that makes an optimizer."""
 
     def make(period, inner=None, outer=None, **options):
         inner, outer = inner or hpc.SGD(1), outer or hpc.SGD(1)
-        made.append(hpc.LocalStepsOptimizer(inner, outer, period, comm=comm, **options))
-        return made[-1]
+        return keep(hpc.LocalStepsOptimizer(inner, outer, period, comm=comm, **options))
 
-    yield make
-    for optimizer in made:
-        optimizer.free()
+    return make
 
 
 def drawn(rank, call):
@@ -244,6 +240,12 @@ def test_a_dedicated_server(comm, rank, size):
         ),
         ({"staleness": 1.0}, TypeError, "staleness must be an integer"),
         ({"lateness": 1}, InvalidArgumentError, "lateness must be None"),
+        ({"fragments": 0}, InvalidArgumentError, "fragments must be at least 1"),
+        ({"fragments": 3}, InvalidArgumentError, "must be at most the period"),
+        ({"fragments": 1.0}, TypeError, "fragments must be an integer"),
+        ({"overlap": -1}, InvalidArgumentError, "overlap must be at least 0 and less"),
+        ({"overlap": 2}, InvalidArgumentError, "less than the period, which is 2"),
+        ({"overlap": None}, TypeError, "overlap must be an integer"),
     ],
 )
 def test_arguments_are_checked_on_all_ranks(comm, rank, size, wrong, kind, text):

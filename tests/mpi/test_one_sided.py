@@ -2,7 +2,6 @@
 
 import time
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -12,8 +11,6 @@ from hpcaccum.mpi.job.runtime import MPI
 
 from .support import WAIT
 from .training import ONE_SIDED, Gate, computed, gives, meet, raised, turns, variable
-
-DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
 
 @pytest.fixture(params=ONE_SIDED)

@@ -71,23 +71,13 @@ def test_minimize_returns_a_receipt_with_the_loss(make, kind):
     assert opt.center(w).shape == ()
 
 
-# Bad arguments
+# Bad arguments. tests/unit/test_rules.py has more of them.
 
 BAD_PAIRS = {
     "shape": (lambda w: [(np.ones(3), w)], InvalidArgumentError),
-    "scalar": (lambda w: [(1.0, w)], InvalidArgumentError),
-    "complex": (lambda w: [(np.ones(2, complex), w)], InvalidArgumentError),
-    "ragged": (lambda w: [([[1], [2, 3]], w)], InvalidArgumentError),
-    "mask": (lambda w: [(np.ma.ones(2), w)], InvalidArgumentError),
     "all None": (lambda w: [(None, w)], InvalidArgumentError),
-    "empty": (lambda w: [], InvalidArgumentError),
     "empty iterator": (lambda w: iter([]), InvalidArgumentError),
-    "twice": (lambda w: [(np.ones(2), w)] * 2, InvalidArgumentError),
     "array": (lambda w: [(np.ones(2), w.value)], TypeError),
-    "three": (lambda w: [(np.ones(2), w, 1)], TypeError),
-    "no pair": (lambda w: [np.ones(2)], TypeError),
-    "exchanged": (lambda w: [(w, np.ones(2))], TypeError),
-    "variable": (lambda w: w, TypeError),
     "nothing": (lambda w: None, TypeError),
 }
 
@@ -142,11 +132,8 @@ def test_what_loss_returns_must_fit(make):
     opt = make([w])
     for loss, error in [
         (1.0, TypeError),
-        (lambda: [1.0, 2.0], TypeError),
         (lambda: (0.0, 1.0), TypeError),
-        (gives(1.0, 2.0), InvalidArgumentError),
         (gives(np.ones(3)), InvalidArgumentError),
-        (lambda: (0.0, {"v": 1.0}), InvalidArgumentError),
     ]:
         assert type(raised(opt.compute_gradients, loss)) is error
     gate = raised(opt.compute_gradients, gives(np.ones(2)), gate_gradients=3)
@@ -175,12 +162,11 @@ def test_a_mapping_of_gradients_names_each_variable(make, kind, rank, size):
 # The interface
 
 
-def test_names_and_gates(make, kind):
+def test_names(make, kind):
     opt = make([variable()])
     names = {"CrossShard": "CrossShardOptimizer", "SyncReplicas": "sync_replicas"}
     names |= {"DropStale": "DropStaleGradient", "AGN": "AGNOptimizer"}
 
     assert opt.get_name() == names[kind]
-    assert (opt.GATE_NONE, opt.GATE_OP, opt.GATE_GRAPH) == (0, 1, 2)
     assert repr(opt) == repr(opt)
     assert " at 0x" not in repr(opt)

@@ -11,7 +11,7 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import InvalidArgumentError, group_of
-from hpcaccum.optimizers import center
+from hpcaccum.optimizers import served
 
 from ..common import same_bits
 from .training import (
@@ -183,7 +183,7 @@ def test_a_snapshot_after_the_end_is_the_last_one(comm, rank, kind):
 
 @pytest.mark.parametrize("kind", ["SyncReplicas", "DropStale"])
 def test_a_snapshot_is_of_one_step_while_others_push(comm, rank, kind, monkeypatch):
-    kept_state, snapshot_of = center.kept_state, center.snapshot_of
+    kept_state, snapshot_of = served.kept_state, served.snapshot_of
 
     def slowly(call):
         def run(*args):
@@ -193,8 +193,8 @@ def test_a_snapshot_is_of_one_step_while_others_push(comm, rank, kind, monkeypat
         return run
 
     # Between the copies of the variables and of the slots.
-    monkeypatch.setattr(center, "kept_state", slowly(kept_state))
-    monkeypatch.setattr(center, "snapshot_of", slowly(snapshot_of))
+    monkeypatch.setattr(served, "kept_state", slowly(kept_state))
+    monkeypatch.setattr(served, "snapshot_of", slowly(snapshot_of))
     own = fresh(0.0)
     opt = WRAPPERS[kind](hpc.Momentum(1.0, 1.0), own, comm)
     found = watched(opt, own, rank)

@@ -27,9 +27,6 @@ def make(comm, keep):
     return make
 
 
-# All replicas
-
-
 # Backups
 
 

@@ -141,7 +141,7 @@ def test_what_is_no_weight_is_an_error_of_all_ranks(comm, rank, weight):
 @pytest.mark.parametrize("sparse", [False, True])
 def test_sync_replicas_updates_with_the_weighted_mean(comm, rank, size, sparse):
     w = hpc.Variable(np.zeros((5, 1)), "w", sparse=sparse)
-    server = naive.SyncReplicas({"w": np.zeros((5, 1))}, naive.SGD(1), size)
+    server = naive.SyncReplicas({"w": np.zeros((5, 1))}, naive.Momentum(1), size)
     with hpc.SyncReplicasOptimizer(hpc.SGD(1), size, comm=comm) as opt:
         opt.initialize([w])
         for call in range(STEPS):
@@ -168,8 +168,8 @@ def test_a_variable_without_a_gradient_has_no_weight(comm, rank, size):
 @pytest.mark.parametrize("name", ["DropStale", "AGN"])
 def test_a_weight_multiplies_a_gradient_that_is_an_update(comm, rank, size, name):
     w, start = variable(np.ones(5)), {"w": np.ones(5)}
-    server = naive.DropStale(start, naive.SGD(0.5), 10**6)
-    workers = [naive.AGNWorker(server, naive.SGD(0.5), 2) for _ in range(size)]
+    server = naive.DropStale(start, naive.Momentum(0.5), 10**6)
+    workers = [naive.AGNWorker(server, naive.Momentum(0.5), 2) for _ in range(size)]
     with ONE_SIDED[name](hpc.SGD(0.5), [w], comm) as opt:
         opt.initialize([w])
 

@@ -49,7 +49,7 @@ def check(variables, center, group, wire):
 
 @EACH
 def test_each_way_rounds_once(group, rank, size, wire):
-    variables, server = made(), naive.Server(drawn(9), naive.SGD(0.5))
+    variables, server = made(), naive.Server(drawn(9), naive.Momentum(0.5))
     options = {"comm": group, "servers": 0, "wire_dtype": wire}
     with hpc.SyncReplicasOptimizer(hpc.SGD(0.5), size, **options) as opt:
         opt.initialize(variables)
@@ -67,7 +67,7 @@ def test_each_way_rounds_once(group, rank, size, wire):
 
 @EACH
 def test_single_gradients_are_rounded(group, rank, size, wire):
-    variables, server = made(), naive.DropStale(drawn(9), naive.SGD(0.5), np.inf)
+    variables, server = made(), naive.DropStale(drawn(9), naive.Momentum(0.5), np.inf)
     options = {"comm": group, "servers": 0, "wire_dtype": wire}
     with hpc.DropStaleGradientOptimizer(hpc.SGD(0.5), 99, **options) as opt:
         opt.initialize(variables)
@@ -87,7 +87,7 @@ def test_single_gradients_are_rounded(group, rank, size, wire):
 @EACH
 def test_local_steps_push_from_the_rounded_center(group, rank, size, wire):
     variables, dtype = made(), WIRES[wire]
-    server = naive.Server(drawn(9), naive.SGD(0.5))
+    server = naive.Server(drawn(9), naive.Momentum(0.5))
     options = {"comm": group, "servers": 0, "wire_dtype": wire, "quorum": size}
     with hpc.LocalStepsOptimizer(hpc.SGD(1), hpc.SGD(0.5), 1, **options) as opt:
         opt.initialize(variables)

@@ -180,7 +180,7 @@ def test_one_launch_updates_all_variables(cp, driver, dtype):
             opt.apply_gradients(zip(grads, variables, strict=True))
         del grads
     assert launches() == before + 3
-    opt._release()
+    opt._kept_state(None).release()
 
 
 def test_one_launch_checks_all_gradients(cp, driver):

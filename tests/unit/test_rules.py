@@ -54,10 +54,8 @@ def steps(opt, variable, grads):
     return seen
 
 
-# What the rules compute
-
-
-# The rule, the first value, gradients, the value after each, slots after the last.
+# What the rules compute: the rule, the first value, gradients, the value after each,
+# slots after the last.
 BY_HAND = {
     "SGD": (lambda: SGD(0.5), 10, [2, 4, -6], [9, 7, 10], {}),
     "Momentum": (
@@ -616,6 +614,7 @@ BAD_GRADIENTS = {
     ),
     "text": (lambda a, b: [(GOOD, a), ("x", b)], "'b'.*cannot be cast safely"),
     "ragged": (lambda a, b: [([1, [2]], a)], "'a'.*not an array"),
+    "mask": (lambda a, b: [(np.ma.ones(2), a)], "gradient of 'a' must have no mask"),
     "twice": (lambda a, b: [(GOOD, a), (GOOD, a)], "given twice"),
 }
 BAD_PAIRS = {
