@@ -12,8 +12,7 @@ import hpcaccum as hpc
 from hpcaccum import deadline
 from hpcaccum.deadline import Deadline
 from hpcaccum.spans import MARKED, Event, Label, Recorder, recorded_by
-from hpcaccum.tracing.clocks import Offset, common_time
-from hpcaccum.tracing.timeline import lanes
+from hpcaccum.tracing import Offset, common_time, lanes
 
 from ..common import WAIT
 
