@@ -56,10 +56,7 @@ def positive_count(value: Any, name: str) -> int:
     """Return an integer of at least 1; a float or a text is a TypeError."""
     if value is None or np.ndim(value) != 0:
         raise InvalidArgumentError(f"{name} must be one integer, got {value!r}")
-    try:
-        count = operator.index(value[()] if isinstance(value, np.ndarray) else value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+    count = integer(value[()] if isinstance(value, np.ndarray) else value, name)
     if count < 1:
         raise InvalidArgumentError(f"{name} must be at least 1, got {count}")
     return count

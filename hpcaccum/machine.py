@@ -42,7 +42,7 @@ def circumstances(group: Group) -> dict[str, Any]:
         "hosts": dict(Counter(host for host, _ in places)),
         "mpi": vendor,
         "mpi_version": ".".join(map(str, version)),
-        "cpu": processor_name(),
+        "cpu": _processor_name(),
         "cores": os.cpu_count(),
         "oversubscribed": oversubscribed(places),
         "settings": {
@@ -110,7 +110,7 @@ def _commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def processor_name() -> str:
+def _processor_name() -> str:
     """Return the model of the processor, or its architecture if that is all."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

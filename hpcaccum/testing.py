@@ -91,6 +91,41 @@ def _after(owner: Any, name: str, call: Callable[..., object]) -> Any:
     return mock.patch.object(owner, name, changed)
 
 
+# Steps of an accumulator or optimizer, and the methods that make them.
+_STEPS: dict[str, Callable[[Any], tuple[Any, str]]] = {
+    # A gradient is admitted; the same of DropStaleGradientOptimizer.
+    "admit": lambda owner: (_shared(owner).writer, "_admit"),
+    "put": lambda optimizer: (optimizer._server._inbox, "put"),
+    # After a push, of which the second argument is the receipt.
+    "pushed": lambda optimizer: (optimizer, "_after"),
+    # The gradients of a closed round are added; rows are brought to the device.
+    "sum": lambda accumulator: (accumulator._storage, "total"),
+    "deliver": lambda accumulator: (sparse, "_to_device"),
+    # This rank's part of the center is updated; the piece that is its first argument.
+    "update": lambda optimizer: (optimizer._server._updates, "update"),
+    "piece": lambda optimizer: (optimizer._server._node_update, "_saving"),
+    # Of several servers: they are told of a question; this rank waits for the answers.
+    "question": lambda optimizer: (optimizer._server._orders, "request"),
+    "answers": lambda optimizer: (optimizer._server._orders, "_wait_for"),
+}
+
+
+def fail(step: str, owner: Any, error: type[BaseException]) -> Any:
+    """Return a patch: on this rank a step raises before it is made; see the table."""
+    return before(step, owner, mock.Mock(side_effect=error))
+
+
+def before(step: str, owner: Any, call: Callable[..., object]) -> Any:
+    """Return a patch: this rank calls something, with the arguments of a step."""
+    return _before(*_STEPS[step](owner), call)
+
+
+def fail_when_accepted(optimizer: Any, error: type[BaseException]) -> Any:
+    """Return a patch: gradients of this rank are accepted, and then it raises."""
+    failing = mock.Mock(side_effect=error)
+    return _after(optimizer._server._inbox, "submit", failing)
+
+
 # Accumulators
 
 
@@ -132,22 +167,6 @@ def take_waits(accumulator: Any) -> bool:
 def limit_rounds(accumulator: Any, count: int) -> Any:
     """Return a patch: rounds hold at most so many gradients; on all ranks."""
     return mock.patch.object(accumulator._protocol.packing, "max_count", count)
-
-
-# Steps of an accumulator or optimizer, and the methods that make them.
-_STEPS: dict[str, Callable[[Any], tuple[Any, str]]] = {
-    # A gradient is admitted; the same of DropStaleGradientOptimizer.
-    "admit": lambda owner: (_shared(owner).writer, "_admit"),
-    "put": lambda optimizer: (optimizer._server._inbox, "put"),
-    # The gradients of a closed round are added; rows are brought to the device.
-    "sum": lambda accumulator: (accumulator._storage, "total"),
-    "deliver": lambda accumulator: (sparse, "_to_device"),
-}
-
-
-def fail(step: str, owner: Any, error: type[BaseException]) -> Any:
-    """Return a patch: on this rank a step raises before it is made; see the table."""
-    return mock.patch.object(*_STEPS[step](owner), side_effect=error)
 
 
 def before_records(owner: Any, call: Callable[[], object]) -> Any:
@@ -237,17 +256,6 @@ def admit_update(optimizer: Any) -> Callable[[], None]:
     return put
 
 
-def fail_when_accepted(optimizer: Any, error: type[BaseException]) -> Any:
-    """Return a patch: gradients of this rank are accepted, and then it raises."""
-    failing = mock.Mock(side_effect=error)
-    return _after(optimizer._server._inbox, "submit", failing)
-
-
-def after_pushes(optimizer: Any, call: Callable[[Any], object]) -> Any:
-    """Return a patch: calls with each receipt, before a wait for the update."""
-    return _before(optimizer, "_after", lambda _, receipt: call(receipt))
-
-
 def interrupt_pulls(name: str) -> Any:
     """Return a patch: pulls spoil a sparse variable, and are interrupted."""
 
@@ -256,26 +264,6 @@ def interrupt_pulls(name: str) -> Any:
         raise KeyboardInterrupt
 
     return _after(parameter_copies.Copier, "read", spoil)
-
-
-def before_updates(optimizer: Any, call: Callable[[], object]) -> Any:
-    """Return a patch: calls before each update of this rank's part of the center."""
-    return _before(optimizer._server._updates, "update", lambda *_: call())
-
-
-def before_answers(
-    optimizer: Any, call: Callable[[], object], *, ordered: bool = True
-) -> Any:
-    """Return a patch: calls once, before this rank waits for the answers of servers.
-
-    Args:
-        optimizer: With several servers.
-        call: The call.
-        ordered: Whether the servers are told before to answer the question.
-    """
-    calls, name = [call], "_wait_for" if ordered else "request"
-    owner = optimizer._server._orders
-    return _before(owner, name, lambda *_: calls and calls.pop()())
 
 
 def interrupt_order(error: type[BaseException]) -> Any:
@@ -288,13 +276,6 @@ def interrupt_order(error: type[BaseException]) -> Any:
 def mend(optimizer: Any) -> None:
     """Have a server go on after an update that has failed, so that it can be freed."""
     optimizer._server._updates._broken = False
-
-
-def before_pieces(optimizer: Any, call: Callable[[int], object]) -> Any:
-    """Return a patch: calls with the piece of an update that this rank makes next."""
-    return _before(
-        optimizer._server._node_update, "_saving", lambda piece, *_: call(piece)
-    )
 
 
 def pieces_done(optimizer: Any) -> int:

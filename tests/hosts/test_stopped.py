@@ -91,12 +91,12 @@ def loss():
         stop()
     return 0.0, [np.ones(size)]
 
-def stop_after(receipt):
+def stop_after(_, receipt):
     if held and receipt and not (flags / "stopped").exists():
         stop()
 
 if host == "h3":
-    testing.after_pushes(opt, stop_after).start()
+    testing.before("pushed", opt, stop_after).start()
 
 def watch():
     await_flag("stopped")

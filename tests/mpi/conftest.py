@@ -39,6 +39,10 @@ from .support import world
 from .training import copies_fixture  # noqa: F401
 from .watchdog import Watchdog
 
+# Seconds for the end of a run in which a test has failed: what that has left may never
+# end. What failed is printed before.
+_AFTER_FAILURES = 60.0
+
 
 class Harness:
     """The state of one test run on this rank."""
@@ -55,6 +59,8 @@ class Harness:
         self.single_node = node.size == MPI.COMM_WORLD.size
         node.Free()
         self.limit = float(config.getini("mpi_time_limit"))
+        # Of what is done at the end.
+        self.last_limit = self.limit
         flag = Path(config.option.basetemp).with_name("the job ends")
         # Later on, stderr is a file of pytest's while a test runs.
         watchdog.own = self.watchdog = Watchdog(
@@ -78,6 +84,7 @@ class Harness:
         merge(report, outcomes)
         if report.failed:
             self.shared_comm, self.failed = None, True
+            self.last_limit = min(self.limit, _AFTER_FAILURES)
         if report.failed and MPI.COMM_WORLD.rank == 0:
             self.failures.append(f"{title}{report.longrepr}")
 
@@ -94,7 +101,7 @@ class Harness:
             self.kept.free()
             self.shared_comm.Free()
         # The package frees what a test that failed has left, and waits without a limit.
-        self.watchdog.arm("what is done at exit", self.limit)
+        self.watchdog.arm("what is done at exit", self.last_limit)
 
 
 HARNESS = pytest.StashKey[Harness]()
@@ -282,7 +289,7 @@ def _difference(collected: list[tuple[list[str], list[str]]]) -> str:
 def _finalize(harness: Harness) -> None:
     # Runs after what the package registered, because that was later.
     if not MPI.Is_finalized():
-        harness.watchdog.arm("MPI_Finalize", harness.limit)
+        harness.watchdog.arm("MPI_Finalize", harness.last_limit)
         MPI.Finalize()
     harness.watchdog.disarm()
 

@@ -132,11 +132,11 @@ def noted_pieces(opt, before=lambda piece: None):
     """Return a list of the pieces that this rank works on, from now on. Collective."""
     pieces = []
 
-    def note(piece):
+    def note(piece, *_):
         before(piece)
         pieces.append(piece)
 
-    testing.before_pieces(opt, note).start()
+    testing.before("piece", opt, note).start()
     meet()
     return pieces
 

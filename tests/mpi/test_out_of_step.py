@@ -74,15 +74,6 @@ def test_rank_that_frees_while_others_reduce(maker, rank, size, call, which):
     checked(error, f"rank {odd} in 'grads (number ", ": free'", "): reduction 2'")
 
 
-@EACH
-def test_ranks_that_take_two_reducers_in_different_order(maker, rank, size):
-    reducers = [maker(SHAPES, name="one"), maker(SHAPES, name="two")]
-    error = raised(copying, reducers[rank == 0])
-    meet()
-
-    checked(error, "rank 0 in 'two (number ", "in 'one (number ")
-
-
 def test_ranks_that_free_in_different_order(comm, rank, size):
     accs = [hpc.ConditionalAccumulator("float32", (2,), comm=comm) for _ in range(2)]
     error = raised(accs[rank == 0].free)
@@ -110,15 +101,13 @@ def test_rank_that_frees_while_others_construct(comm, rank, size):
 
 
 @EACH
-def test_threads_may_call_in_different_order(maker, rank, at_once):
-    reducers = [maker(SHAPES, name="one"), maker(SHAPES, name="two")]
-    order = [0, 1] if rank else [1, 0]
-    results = []
+def test_threads_may_reduce_and_exchange_in_different_order(maker, rank, at_once):
+    reducer, results = maker(SHAPES), []
+    acts = [lambda: copying(reducer), lambda: maker.group.allgather(rank, "lunch")]
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as two:
         for pause in (0.0, 0.05):
-            for number in order:
-                pool = (one, two)[number]
-                results.append(pool.submit(copying, reducers[number]))
+            for number in [0, 1] if rank else [1, 0]:
+                results.append((one, two)[number].submit(acts[number]))
                 # Rank 0 is in one of them, the others are in the other one.
                 late(pause)
             meet([result.exception() for result in results])

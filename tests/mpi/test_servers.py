@@ -444,7 +444,7 @@ def test_a_pause_is_between_two_updates_of_all_servers(group, slow):
         var, opt, servers = asynchronous(group, hpc.Adagrad(1.0, 0.5))
         if group.rank == servers[slow]:
             # Those of other nodes are ahead of this one, by several updates.
-            testing.before_updates(opt, lambda: time.sleep(0.002)).start()
+            testing.before("update", opt, lambda *_: time.sleep(0.002)).start()
         meet()
         for call in range(10):
             opt.minimize(gives(np.full(600, (-1.0) ** call)))

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import InvalidArgumentError, deadline, group_of, spans
+from hpcaccum import InvalidArgumentError, deadline, group_of, spans, tracing
 from hpcaccum.spans import MARKED
-from hpcaccum.tracing import clocks, tracer
 
 from .reducing import made_up
 from .training import WRAPPERS, gives, meet, raised, variable
@@ -157,7 +156,7 @@ def test_every_marked_method_is_in_a_trace(traced, comm, nodes):
 def late(nodes, monkeypatch):
     """Set the clock of the second node forward; return by how much this rank's is."""
     seconds, real = 1000.0 * nodes.node_number, spans.clock
-    for module in clocks, deadline, spans, tracer:
+    for module in deadline, spans, tracing:
         monkeypatch.setattr(module, "clock", lambda: real() + seconds)
     return seconds
 

@@ -55,7 +55,7 @@ class Watchdog:
         self._stderr, self._flag = stderr, flag
         self._last_words = last_words
         self._changed = threading.Condition()
-        self._failure = ""  # this rank's, before the others heard of it
+        self._failure = ""  # this rank's last one in what is going on
         self.what = ""
         self._seconds = 0.0
         self._deadline: float | None = None
@@ -68,8 +68,11 @@ class Watchdog:
     def arm(self, what: str, seconds: float) -> None:
         """Give ``what`` that many seconds; 0 is no limit."""
         self.disarm()
-        if seconds <= 0:
-            return
+        self._failure = ""
+        if seconds > 0:
+            self._start(what, seconds)
+
+    def _start(self, what: str, seconds: float) -> None:
         faulthandler.dump_traceback_later(
             seconds + _STUCK, exit=True, file=self._stderr
         )
@@ -88,17 +91,18 @@ class Watchdog:
     def failing(self, failure: str) -> Iterator[None]:
         """Wait here for the other ranks to hear of this rank's failure, not for long.
 
-        Nothing happens if ``failure`` is empty.
+        Nothing happens if ``failure`` is empty. The limit of the test stays: hypothesis
+        looks for smaller examples, of which each may fail by a timeout.
         """
-        if not failure or not self.armed:
+        if not failure or self._deadline is None:
             yield
             return
-        what, seconds = self.what, self._seconds
+        seconds, end = self._seconds, self._deadline
         self._failure = failure
-        self.arm(what, min(seconds, self._after_failure))
+        self._start(self.what, min(seconds, self._after_failure))
         yield
-        self._failure = ""
-        self.arm(what, seconds)
+        self._start(self.what, max(0.0, end - time.monotonic()))
+        self._seconds = seconds
 
     def say(self, text: str) -> None:
         """Print ``text``, with the rank, on the real stderr."""

@@ -81,6 +81,15 @@ def test_it():
     if rank == 1:
         MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=stuck), None)
 """
+# As hypothesis does, which looks for a smaller example.
+FAILS_ALWAYS = """
+from tests.mpi.watchdog import failing
+def test_it(comm):
+    while True:
+        time.sleep(0.1)
+        with failing("no luck again"):
+            comm.Barrier()
+"""
 LEAVES = """
 def test_it(comm):
     if rank == 1:
@@ -101,6 +110,10 @@ HANGS = {
         [NO_PROGRESS, r"(?s)Timeout \(0:00:03.5.*in test_it"],
     ),
     "is stuck at the end": (STUCK_AT_THE_END, [r"\[rank 1\] +time.sleep\(1000\)"]),
+    "fails always": (
+        FAILS_ALWAYS,
+        [r"\[rank \d\] no progress in 2 s", r"\[rank \d\] no luck again"],
+    ),
     "leaves": (LEAVES, [r"\[rank 1\] left in the middle of test_it.py::test_it"]),
 }
 

@@ -151,7 +151,7 @@ def install_excepthook() -> None:
         sys.excepthook = report_and_abort
 
 
-def at_exit(close: Callable[[], None], order: Order = _FIRST) -> None:
+def at_exit(close: Callable[[], None], order: Order) -> None:
     """Have ``close`` called before MPI_Finalize, last registered first.
 
     Threads register what they make in any order, so that of groups of a greater

@@ -163,21 +163,20 @@ class Objects:
     def of(cls, group: Group) -> Objects:
         """Return those of a group."""
         if _NAME not in group.named:
-            made = group.named[_NAME] = cls(group)
-            group.closers.append(made._end_watch)
+            group.named[_NAME] = cls(group)
         return cast(Objects, group.named[_NAME])
 
     def watch(self) -> None:
         """Start the heartbeat, unless there is one. Collective."""
         if self._heartbeat is None and self._group.size > 1:
             self._heartbeat = Heartbeat(self._group, self._place, self._lose)
-            shutdown.at_end(self._end_watch, self._group.order)
+            self._group.at_close(self._end_watch)
 
     def _end_watch(self) -> None:
         if self._heartbeat is not None:
             self._heartbeat.stop()
             self._heartbeat = None
-            shutdown.forget(self._end_watch)
+            self._group.forget(self._end_watch)
 
     def add(self, made: Freeable) -> None:
         """Keep the group, also if the user frees the communicator. Collective."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from hpcaccum.mpi.job.runtime import MPI
-from hpcaccum.mpi.job.shutdown import at_end, forget
 from hpcaccum.mpi.memory.windows import FREED, allocate, free
 
 if TYPE_CHECKING:
@@ -204,9 +203,8 @@ class WordWindow:
         self.mpi = allocate(group, root, count * 8, 8)
         memory: Any = self.mpi.Shared_query(root)[0]
         self.words = memoryview(memory).cast("B").cast("q")
-        self._closers = group.closers
-        self._closers.append(self.free)
-        at_end(self.free, group.order)
+        self._group = group
+        group.at_close(self.free)
 
     @classmethod
     def of(cls, group: Group, root: int, count: int) -> WordWindow:
@@ -238,7 +236,6 @@ class WordWindow:
 
     def free(self) -> None:
         """Free it, of which no object has words any more. Collective."""
-        self._closers.remove(self.free)
-        forget(self.free)
+        self._group.forget(self.free)
         self.words.release()
         free(self.mpi)

@@ -5,10 +5,10 @@ they would wait for each other in different calls, without end. So every exchang
 name and a number. Rank 0 collects the values, compares the names, and sends the answer.
 
 Reductions are collective calls without rank 0 (a `Track` counts those of a reducer). A
-rank that waits long in one reports it to rank 0. If two calls wait for each other, rank
-0 raises an error, and sends it to every rank that waits. After a longer wait the rank
-reports its call to all, so that each can name those that are missing. Ranks are not
-asked: a rank that computes would not answer.
+rank that waits long in one reports it to rank 0. If an exchange and a reduction wait
+for each other, rank 0 raises an error, and sends it to every rank that waits. After a
+longer wait the rank reports its call to all, so that each can name those that are
+missing. Ranks are not asked: a rank that computes would not answer.
 
 Messages of one rank arrive in order. So rank 0 knows the place of a rank from the last
 message alone.
@@ -100,8 +100,7 @@ class Report(NamedTuple):
 
     track: int
     number: int
-    what: str
-    complete: dict[int, int]
+    what: str = ""
 
     def __str__(self) -> str:
         return self.what
@@ -183,7 +182,7 @@ class ControlChannel:
     def check(self, track: Track, deadline: Deadline) -> None:
         """Raise if the next call of a track, in which this rank waits, cannot complete.
 
-        Because a rank that has not made the call waits for this one in another call.
+        Because a rank that has not made the call waits for this one in an exchange.
         """
         with self.lock:
             self._receive_all()
@@ -207,7 +206,7 @@ class ControlChannel:
         """Withdraw the report that this rank waits in the next call of a track."""
         with self.lock:
             if self._reported == (track.number, track.calls + 1):
-                self.mailbox.send([0], Report(0, 0, "", {}))
+                self.mailbox.send([0], Report(0, 0))
                 # The same call may be made, and reported, again.
                 self._reported = 0, 0
 
@@ -218,14 +217,14 @@ class ControlChannel:
         if there.get(self._rank, 0) <= track.calls and _late(deadline, _LONG_PATIENCE):
             there[self._rank] = track.calls + 1
             others = [rank for rank in self._others if rank != self._rank]
-            self.mailbox.send(others, Report(*place, str(track), {}))
+            self.mailbox.send(others, Report(*place, str(track)))
         if self._rank == 0 or self._reported == place or not _late(deadline, _PATIENCE):
             return
         if is_complete(self._report_sent):
-            report = Report(*place, str(track), self._complete_calls())
             # Before it is sent, as `depart` may withdraw one that was not, but must
             # withdraw one that was.
             self._reported = place
+            report = Report(*place, str(track))
             # Complete when rank 0 has received it.
             [self._report_sent] = self.mailbox.send([0], report, synchronous=True)
 
@@ -235,43 +234,23 @@ class ControlChannel:
         return {n: t.calls for n, t in self._tracks.items() if t.thread == mine}
 
     def _check_others(self, track: Track) -> None:
-        """On rank 0, raise if ranks wait for it in calls other than its own."""
+        """On rank 0, raise if ranks in an exchange have not made its own call."""
         awaited = track.calls + 1
-        calls = {
+        others = {
             rank: call
             for rank, call in self._calls.items()
             if call.complete.get(track.number, awaited) < awaited
         }
-        reports = {
-            rank: report
-            for rank, report in self._impossible().items()
-            if report.complete.get(track.number, awaited) < awaited
-            and (report.track, report.number) != (track.number, awaited)
-        }
-        self._fail_if_any(str(track), {track.number}, calls, reports)
-
-    def _impossible(self) -> dict[int, Report]:
-        """Return the calls of ranks that wait for this thread, which makes another."""
-        mine = self._complete_calls()
-        return {
-            rank: report
-            for rank, report in self._reports.items()
-            if mine.get(report.track, report.number) < report.number
-        }
+        self._fail_if_any(str(track), {track.number}, others)
 
     def _fail_if_any(
-        self,
-        own: str,
-        tracks: set[int],
-        calls: dict[int, Call],
-        reports: dict[int, Report],
+        self, own: str, tracks: set[int], others: Mapping[int, Call | Report]
     ) -> None:
         """Raise on every rank that waits if others are not in rank 0's own call."""
-        if not calls and not reports:
+        if not others:
             return
-        tracks |= {report.track for report in reports.values()}
         by_call = {own: [0]}
-        for rank, place in {**calls, **reports}.items():
+        for rank, place in others.items():
             by_call.setdefault(str(place), []).append(rank)
         listed = ", ".join(f"{format_ranks(r)} in {c!r}" for c, r in by_call.items())
         advice = {self._tracks[each].advice for each in tracks & self._tracks.keys()}
@@ -374,10 +353,16 @@ class ControlChannel:
                 )
 
     def _check_same(self, call: Call) -> None:
-        """Raise if ranks make, or wait in, another call."""
-        present = self._present(call).items()
+        """Raise if ranks make another call, or wait in one for this rank."""
+        present, mine = self._present(call).items(), self._complete_calls()
+        reports = {
+            rank: report
+            for rank, report in self._reports.items()
+            if mine.get(report.track, report.number) < report.number
+        }
         others = {rank: other for rank, other in present if other.what != call.what}
-        self._fail_if_any(str(call), set(), others, self._impossible())
+        tracks = {report.track for report in reports.values()}
+        self._fail_if_any(str(call), tracks, {**others, **reports})
 
     def _present(self, call: Call) -> dict[int, Call]:
         return {r: c for r, c in self._calls.items() if c.number == call.number}

@@ -21,7 +21,7 @@ from hpcaccum.errors import (
 )
 from hpcaccum.mpi.job.process import Facts, mates
 from hpcaccum.mpi.job.runtime import MPI, check_running
-from hpcaccum.mpi.job.shutdown import is_ending
+from hpcaccum.mpi.job.shutdown import at_end, forget, is_ending
 from hpcaccum.mpi.talk.control import ControlChannel
 from hpcaccum.mpi.talk.creation import split, split_by_node
 from hpcaccum.mpi.talk.progress import Progress
@@ -58,7 +58,6 @@ class Group:
             a group have its order.
         named: Objects that several users of the group share, by name.
         words: Windows of which objects take words, by the rank with the memory.
-        closers: Called before the communicators are freed, the last one first.
         control: The exchanges of small objects, and the order of collective calls.
         broadcasts: Complete broadcasts of this rank with `comm`. MPI pairs them by
             their order, so before the next one this must be the same on all ranks.
@@ -78,7 +77,7 @@ class Group:
         self.node = node or split_by_node(comm)
         self.named: dict[str, Any] = {}
         self.words: dict[int, Any] = {}
-        self.closers: list[Callable[[], None]] = []
+        self._closers: list[Callable[[], None]] = []
         # Not at their first use, which may be on some ranks only.
         self.own_cores = self._share_cores()
         self.nodes, self.least_cores = self._find_nodes()
@@ -329,12 +328,30 @@ class Group:
     def _with_inside(self) -> list[Group]:
         return [self] if self._inside is None else [self, self._inside]
 
+    def at_close(self, close: Callable[[], None]) -> None:
+        """Have ``close`` called before the communicators are freed, or at the end.
+
+        Last registered first. It calls `forget`.
+        """
+        if not self._closers:
+            at_end(self._close, self.order)
+        self._closers.append(close)
+
+    def forget(self, close: Callable[[], None]) -> None:
+        """Undo an `at_close`."""
+        self._closers.remove(close)
+        if not self._closers:
+            forget(self._close)
+
+    def _close(self) -> None:
+        while self._closers:
+            self._closers[-1]()
+
     def free(self) -> None:
         """Free the private communicators, once. Collective."""
         if self.comm == MPI.COMM_NULL:
             return
-        for close in self.closers[::-1]:
-            close()
+        self._close()
         if self._inside is not None:
             self._inside.free()
         if not is_ending():

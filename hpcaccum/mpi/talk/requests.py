@@ -77,39 +77,27 @@ def _failures() -> tuple[int, ...]:
     return () if MPI.ERR_UNKNOWN in found else found
 
 
-def is_failure(error: Any) -> bool:
+def _is_failure(error: Any) -> bool:
     """Whether an MPI.Exception says that a process has died."""
     return error.Get_error_class() in _failures()
 
 
-def may_receive(comm: mpi4py_MPI.Comm, source: int, tag: int) -> bool:
-    """Return whether a message has arrived, as ``Iprobe`` does."""
-    try:
-        return comm.Iprobe(source, tag)
-    except MPI.Exception as error:
-        _acknowledge(comm, error)
-        return False
-
-
-def _acknowledge(comm: mpi4py_MPI.Comm, error: Any) -> None:
-    if not is_failure(error):
-        raise error
-    comm.Ack_failed()
-
-
 def receive(comm: mpi4py_MPI.Comm, tag: int) -> tuple[int, Any] | None:
     """Return a message of any rank that has arrived, after its source; None if none."""
-    # Quickly, if nothing has: ranks that wait do this again and again.
-    while may_receive(comm, MPI.ANY_SOURCE, tag):
-        status = MPI.Status()
+    while True:
         try:
+            # Quickly, if nothing has: ranks that wait do this again and again.
+            if not comm.Iprobe(MPI.ANY_SOURCE, tag):
+                return None
+            status = MPI.Status()
             # Matched: another call would fail if its sender has died meanwhile.
             message = comm.improbe(MPI.ANY_SOURCE, tag, status)
             if message is not None:
                 return status.Get_source(), message.recv()
         except MPI.Exception as error:
-            _acknowledge(comm, error)
-    return None
+            if not _is_failure(error):
+                raise
+            comm.Ack_failed()
 
 
 def is_complete(request: Any, after_failure: bool = True) -> bool:
@@ -120,7 +108,7 @@ def is_complete(request: Any, after_failure: bool = True) -> bool:
     try:
         return after_failure if request is None else bool(request.Test())
     except MPI.Exception as error:
-        if not is_failure(error):
+        if not _is_failure(error):
             raise
         return after_failure
 
@@ -130,6 +118,6 @@ def begun(begin: Callable[..., Any], *args: Any) -> Any:
     try:
         return begin(*args)
     except MPI.Exception as error:
-        if not is_failure(error):
+        if not _is_failure(error):
             raise
         return None

@@ -1,38 +1,96 @@
-"""The file: events of all ranks as JSON, collected and written by rank 0.
+"""A timeline of all ranks, in Chrome's trace event format.
 
+`trace` records the calls of methods that are marked in the code (`hpcaccum.spans`), and
+compares the clocks of nodes. Rank 0 collects the events of all ranks, and writes them.
 Those of a rank that is lost are lost with it.
 
-The format is Chrome's: https://www.chromium.org/developers/how-tos/trace-event-profiling-tool
+The format: https://www.chromium.org/developers/how-tos/trace-event-profiling-tool
 A node is a "process", and a thread of a rank is a "thread".
+
+Source of the clocks: F. Cristian, Probabilistic Clock Synchronization, 1989.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import json
 import logging
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from hpcaccum.deadline import Deadline
-from hpcaccum.errors import format_ranks
-from hpcaccum.mpi import MPI, Tag, complete, receive
-from hpcaccum.tracing.clocks import common_time
+from hpcaccum.errors import InvalidArgumentError, format_ranks
+from hpcaccum.files import check_writable
+from hpcaccum.mpi import MPI, Group, Tag, complete, group_of, receive
+from hpcaccum.spans import Recorder, clock, recorded_by, recording, span
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable, Iterator
-    from pathlib import Path
 
-    from hpcaccum.mpi import Group
-    from hpcaccum.spans import Event, Recorder
-    from hpcaccum.tracing.clocks import Offset
+    from mpi4py import MPI as mpi4py_MPI
+
+    from hpcaccum.spans import Event
+
+__all__ = ["span", "trace"]
 
 logger = logging.getLogger("hpcaccum")
 
-# Events in one message.
-_PIECE = 1000
-
+# Events in one message; and how often a node asks for the time.
+_PIECE, _QUESTIONS = 1000, 32
+_CALL = "trace: clocks of the nodes"
 _encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
+
+
+@contextlib.contextmanager
+def trace(
+    path: str | os.PathLike[str], comm: mpi4py_MPI.Comm | Group | None = None
+) -> Iterator[None]:
+    """Record what every rank does during the block; rank 0 writes it to a file.
+
+    The beginning and the end are collective. Objects may be created before or in the
+    block. Open the file in https://ui.perfetto.dev or in ``chrome://tracing``: it has a
+    row for each rank, and one for each thread that serves other ranks. Mark blocks of
+    your program with `span`.
+
+    If the block raises an exception, nothing is written: the other ranks may not have
+    reached its end. The events of a rank that is lost are lost with it.
+
+    Args:
+        path: Of the JSON file, on rank 0; an existing file is overwritten.
+        comm: Communicator of the ranks; COMM_WORLD by default.
+
+    Raises:
+        TypeError, InvalidArgumentError: On every rank, before the block, if the file
+            cannot be written or a trace is running.
+        OSError: After the block, on rank 0, if the file cannot be written; the other
+            ranks continue.
+    """
+    group = group_of(comm)
+    file = group.agree("trace", lambda: _checked(path, group.rank), lambda _: {})
+    before, recorder = _measure(group), Recorder()
+    origin = group.allgather(clock(), "trace: begin")[0]
+    with recorded_by(recorder):
+        yield
+    after = _measure(group)
+    Timeline(group, recorder, before, after, origin).write(file)
+
+
+def _checked(path: str | os.PathLike[str], rank: int) -> Path:
+    if recording() is not None:
+        raise InvalidArgumentError("a trace is running already")
+    file = Path(path)
+    if rank == 0:
+        # So begin the messages of `Group.agree`, which leaves it out then.
+        check_writable("trace:", file)
+    return file
+
+
+# The file
 
 
 class Timeline:
@@ -201,3 +259,66 @@ def lanes(events: Iterable[Event]) -> list[list[Event]]:
             found.append(_Lane())
             found[-1].take(event)
     return [lane.events for lane in found]
+
+
+# The clocks of nodes, compared with that of rank 0: the first rank of each node that is
+# not lost asks rank 0 for the time, several times. The answer that came fastest counts:
+# the offset lies within half of its round trip.
+
+
+class Offset(NamedTuple):
+    """What to add to a node's clock to get that of rank 0, and its largest error.
+
+    In seconds; measured ``at`` a time by the node's clock.
+    """
+
+    at: float
+    seconds: float
+    error: float
+
+
+def _measure(group: Group) -> Offset:
+    """Return the offset of this rank's node. Collective."""
+    present = group.gather_present(None, _CALL)
+    nodes = [[rank for rank in ranks if rank in present] for ranks in group.nodes]
+    first, *leaders = [ranks[0] for ranks in nodes if ranks]
+    mine = Offset(clock(), 0.0, 0.0)
+    if group.rank == first:
+        for leader in leaders:
+            _answer(group.comm, leader)
+    elif group.rank in leaders:
+        mine = _ask(group.comm, first)
+    return group.gather_present(mine, _CALL)[nodes[group.node_number][0]]
+
+
+def common_time(time: float, before: Offset, after: Offset) -> float:
+    """Return a time of this node by the clock of rank 0.
+
+    Between the two measurements, the offset is taken to grow evenly.
+    """
+    elapsed = max(after.at - before.at, 1e-9)
+    drift = (after.seconds - before.seconds) / elapsed
+    return time + before.seconds + drift * (time - before.at)
+
+
+def _ask(comm: mpi4py_MPI.Intracomm, rank: int) -> Offset:
+    found = []
+    for _ in range(_QUESTIONS):
+        answer, begun = np.empty(1), clock()
+        question = comm.Isend(np.empty(0), rank, Tag.CLOCK)
+        _wait([question, comm.Irecv(answer, rank, Tag.CLOCK)], rank)
+        ended = clock()
+        middle = (begun + ended) / 2
+        found.append(Offset(middle, float(answer[0]) - middle, (ended - begun) / 2))
+    return min(found, key=lambda offset: offset.error)
+
+
+def _answer(comm: mpi4py_MPI.Intracomm, rank: int) -> None:
+    for _ in range(_QUESTIONS):
+        _wait([comm.Irecv(np.empty(0), rank, Tag.CLOCK)], rank)
+        _wait([comm.Isend(np.array([clock()]), rank, Tag.CLOCK)], rank)
+
+
+def _wait(requests: list[Any], rank: int) -> None:
+    deadline = Deadline(None, _CALL)
+    complete(requests, deadline, lambda: f"rank {rank} to make the same call")
