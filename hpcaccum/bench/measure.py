@@ -66,18 +66,16 @@ def sum_of_gradients(ranks: int, count: int) -> Array:
     return total
 
 
-def check_equal(actual: Array, expected: Any) -> None:
-    """Raise WrongAnswerError if elements differ; show the first of them."""
-    _check(actual, expected, actual != expected)
+def check_equal(actual: Array, expected: Any, error: float = 0.0) -> None:
+    """Raise WrongAnswerError if elements differ; show the first of them.
 
-
-def check_close(actual: Array, expected: Array, error: float) -> None:
-    """Do as `check_equal`, but permit an error relative to the largest element."""
-    most = error * np.abs(expected).max(initial=0)
-    _check(actual, expected, ~(np.abs(actual - expected) <= most))
-
-
-def _check(actual: Array, expected: Any, are_wrong: Array) -> None:
+    An error is permitted relative to the largest element.
+    """
+    are_wrong = actual != expected
+    if error:
+        most = error * np.abs(expected).max(initial=0)
+        # Not `> most`, which is false for NaN.
+        are_wrong = ~(np.abs(actual - expected) <= most)
     wrong = np.flatnonzero(are_wrong)
     if wrong.size:
         first = wrong[0]
