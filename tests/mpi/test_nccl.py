@@ -24,14 +24,14 @@ from hpcaccum.reducer import nccl as schedule
 
 from .expiring import times_out_without
 from .on_device import empty_like, to_device
-from .reducing import KINDS, SMALL, Maker, check, parts_of
+from .reducing import KINDS, ONES, SMALL, Maker, check, parts_of
+from .reducing import SHAPES as X
 from .training import meet, raised
 
 pytestmark = [pytest.mark.usefixtures("own_card"), pytest.mark.any_size]
 
 SHAPES = {"scalar": (), "empty": (0,), "vector": (2330,), "matrix": (15, 117)}
 DTYPES = ["float32", "float16", ml_dtypes.bfloat16, "float64"]
-X = {"x": (900,), "y": (300,)}
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def sums(cp, monkeypatch):
 
 
 def works(cp, reducer, size):
-    mine = to_device(cp, {n: np.ones(s, np.float32) for n, s in X.items()})
+    mine = to_device(cp, ONES)
     out = empty_like(cp, X, np.float32)
     reducer.reduce(mine, out=out, reduction_type="SUM", step=7)
     assert all((array.get() == size).all() for array in out.values())
