@@ -18,11 +18,11 @@ from hpcaccum.device import kernels
 from hpcaccum.mpi.job import runtime
 from hpcaccum.reducer import device as device_exchange
 
-from .expiring import times_out_without
+from .expiring import missed_by
 from .on_device import FEW_RANKS, Aware, empty_like, to_device
 from .reducing import ALL, EACH, KINDS, Maker, check, drawn, parts_of, works
 from .reducing import SHAPES as PAIR
-from .training import meet, raised
+from .training import raised
 
 pytestmark = [FEW_RANKS, pytest.mark.any_size]
 
@@ -322,11 +322,8 @@ def test_no_rank_enters_a_blocking_call_before_all_have_arrived(
     reducer = maker({"x": (900,)}, cuda_aware=True)
     given, mine = Aware.of(reducer), {"x": cp.ones(900, np.float32)}
     reducer.reduce(mine, out=mine)
-    before, error = given.given, None
-    with times_out_without(comm, size - 1):
-        if rank != size - 1:
-            error = raised(reducer.reduce, mine, out=mine)
-    meet()
+    before = given.given
+    error = missed_by(size - 1, comm, reducer.reduce, mine, out=mine)
 
     assert given.given == before
     if rank != size - 1:

@@ -22,7 +22,7 @@ from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.reducer import Interruption
 from hpcaccum.reducer import nccl as schedule
 
-from .expiring import times_out_without
+from .expiring import missed_by
 from .on_device import empty_like, to_device
 from .reducing import KINDS, ONES, SMALL, Maker, check, parts_of
 from .reducing import SHAPES as X
@@ -192,11 +192,8 @@ def test_ranks_that_differ_are_an_error_on_all_before_nccl(cp, sums, maker, rank
 def test_a_rank_that_does_not_arrive_is_named(cp, sums, maker, comm, rank, size):
     reducer, mine = maker(X), empty_like(cp, X, np.float32)
     works(cp, reducer, size)
-    before, error = len(sums), None
-    with times_out_without(comm, size - 1):
-        if rank != size - 1:
-            error = raised(reducer.reduce, mine, out=mine)
-    meet()
+    before = len(sums)
+    error = missed_by(size - 1, comm, reducer.reduce, mine, out=mine)
 
     assert len(sums) == before
     if rank != size - 1:
