@@ -10,7 +10,7 @@ from hpcaccum import Layout, Reducer
 from hpcaccum.reducer import selection
 from hpcaccum.reducer.schedule import MessageSchedule
 
-from .reducing import KINDS, SHAPES, SMALL, Maker
+from .reducing import OPTIONS, SHAPES, SMALL, Maker
 from .test_schedules import check_all_ways
 
 pytestmark = pytest.mark.any_size
@@ -53,7 +53,7 @@ def toy(monkeypatch):
 
 @pytest.fixture
 def maker(comm, monkeypatch):
-    monkeypatch.setitem(KINDS, "toy", {"schedule": "toy", "bucket_bytes": SMALL})
+    monkeypatch.setitem(OPTIONS, "toy", {"schedule": "toy", "bucket_bytes": SMALL})
     maker = Maker(comm, "toy")
     maker.nodes = [range(comm.size)]
     yield maker
