@@ -14,7 +14,7 @@ from hpcaccum.machine import circumstances, place_and_date
 from hpcaccum.plots import check_picture
 from hpcaccum.server import check_nodes
 from hpcaccum.stopping import Stopping, ask_restart
-from hpcaccum.train import saving
+from hpcaccum.train import plot, saving
 from hpcaccum.train.data import load
 from hpcaccum.train.loop import Run
 from hpcaccum.train.options import Options, resolve
@@ -142,10 +142,8 @@ def _report(
         if options.save or stopped:
             say(saved(results[-1], options))
         if options.plot:
-            from hpcaccum.train.plot import draw
-
             with ending_the_job("--plot", options.plot):
-                draw(results, f"{title}\n{place}", options.plot)
+                plot.draw(results, f"{title}\n{place}", options.plot)
             say(f"picture: {options.plot}")
     if diverged:
         # A rank that exits ends the job, maybe before the picture is drawn.
