@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
 
     Run = Callable[[int], list[float]]
+
+T = TypeVar("T", bound=Any)
 
 # Seconds of one sample at least, far above the cost of reading the clock.
 _SAMPLE = 200e-6
@@ -216,7 +218,7 @@ class Case:
         """Make what is measured, and its kinds."""
         raise NotImplementedError
 
-    def _hold(self, thing: Any) -> Any:
+    def _hold(self, thing: T) -> T:
         """Return what `free` must free."""
         self._held.callback(thing.free)
         return thing
@@ -242,7 +244,7 @@ class Case:
         return {"floor": (EXCHANGE, crosses)}
 
     def _ring(self) -> RingExchange:
-        ring: RingExchange = self._hold(RingExchange(self.group, self.nbytes))
+        ring = self._hold(RingExchange(self.group, self.nbytes))
         self._result(ring.got)
         return ring
 

@@ -201,10 +201,8 @@ class Run:
         self._show(record)
 
     def _is_over(self, step: int) -> bool:
-        if self._exact:
-            # All stop after one step: the next would lack a gradient, or never end.
-            return self._stops(step) or self._done_by_others()
-        return self._done_by_others()
+        # All stop after one step: the next would lack a gradient, or never end.
+        return (self._exact and self._stops(step)) or self._done_by_others()
 
     def _done_by_others(self) -> bool:
         # A rank learns the step when it communicates, which for a slow one with AGN may

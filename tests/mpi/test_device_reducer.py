@@ -84,8 +84,9 @@ def reduced(cp, reducer, arrays, way):
     return reducer.reduce(rest, out=out) if rest else reducer.wait(out=out)
 
 
-def check_ways(cp, maker, reducer, rank, size, dtype, **options):
+def check_ways(cp, maker, reducer, dtype, **options):
     """Reduce in all ways: all ranks alike, or each on its own stream in another way."""
+    rank, size = maker.group.rank, maker.group.size
     ways = WAYS if dtype == "float32" else WAYS[:-1]
     if maker.kind == "nccl":
         ways = [way for way in ways if way[0] == "device"]
@@ -110,8 +111,8 @@ def check_ways(cp, maker, reducer, rank, size, dtype, **options):
     indirect=["maker"],
     ids=str,
 )
-def test_results_are_the_same_in_any_way(cp, maker, rank, size, dtype):
-    check_ways(cp, maker, maker(SHAPES, dtype), rank, size, dtype)
+def test_results_are_the_same_in_any_way(cp, maker, dtype):
+    check_ways(cp, maker, maker(SHAPES, dtype), dtype)
 
 
 @ANY
@@ -216,7 +217,7 @@ def test_what_was_started_does_not_outlive_a_failure(cp, waits, maker, rank, siz
 
 @ALL
 def test_a_device_that_fails_in_start_is_an_error_on_this_rank(
-    cp, maker, rank, size, monkeypatch
+    cp, maker, size, monkeypatch
 ):
     def fails(name):
         raise DeviceUnavailableError("no compiler")
@@ -235,9 +236,7 @@ def test_a_device_that_fails_in_start_is_an_error_on_this_rank(
 
 @ALL
 @pytest.mark.parametrize("bound", [200, 1 << 20])
-def test_memory_is_pinned_where_it_pays(
-    cp, pinned, maker, rank, size, monkeypatch, bound
-):
+def test_memory_is_pinned_where_it_pays(cp, pinned, maker, rank, monkeypatch, bound):
     monkeypatch.setattr(device_exchange, "_PIN", bound)
     reducer = maker({"x": (5000,)})
     mine = {"x": cp.full((5000,), float(rank), np.float32)}
@@ -251,7 +250,7 @@ def test_memory_is_pinned_where_it_pays(
 
 @ALL
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_free_releases_the_memory_of_the_device(cp, pinned, maker, rank, dtype):
+def test_free_releases_the_memory_of_the_device(cp, pinned, maker, dtype):
     mine, pool = empty_like(cp, SHAPES, dtype), cp.get_default_memory_pool()
     gc.collect()
     before = pool.used_bytes()
@@ -306,7 +305,7 @@ def test_an_mpi_that_takes_device_memory_gets_it(
         check(maker, found, parts, dtype, mean=kind == "MEAN")
         assert comm.given == (call + 1) * buckets
     assert not any(array.any() for array in reducer.arrays().values())
-    check_ways(cp, maker, reducer, rank, size, dtype, mean=kind == "MEAN")
+    check_ways(cp, maker, reducer, dtype, mean=kind == "MEAN")
 
 
 @FLAT

@@ -97,7 +97,7 @@ def test_arrays_are_started_one_by_one_on_any_stream(cp, maker, rank, size):
             check(maker, out, parts, np.float32)
 
 
-def test_one_communicator_and_one_sum_for_each_call(cp, comm, sums, rank, size):
+def test_one_communicator_and_one_sum_for_each_call(cp, comm, sums, size):
     with Reducer(Layout(X, "float32"), comm, schedule="nccl") as reducer:
         assert sums == [1]
         for _ in range(3):
@@ -236,9 +236,7 @@ def test_ranks_that_share_a_card_are_named(comm, rank, size):
     assert expected in str(error)
 
 
-def test_a_first_sum_that_is_wrong_is_an_error_on_all(
-    cp, comm, rank, size, monkeypatch
-):
+def test_a_first_sum_that_is_wrong_is_an_error_on_all(cp, comm, size, monkeypatch):
     class Wrong(cp.cuda.nccl.NcclCommunicator):
         def allReduce(self, *args):
             super().allReduce(*args)

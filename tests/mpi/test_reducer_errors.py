@@ -183,7 +183,7 @@ def test_other_arguments_that_do_not_fit_are_refused_on_all(maker, rank, size):
 
 
 @EACH
-def test_start_refuses_on_this_rank_and_changes_nothing(maker, rank, size):
+def test_start_refuses_on_this_rank_and_changes_nothing(maker, size):
     reducer = maker(SHAPES)
     reducer.start("y", ONES["y"])
     for given, message in WRONG.values():

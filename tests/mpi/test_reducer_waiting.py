@@ -140,7 +140,7 @@ def test_inputs_of_a_call_that_was_given_up_are_not_in_later_sums(
 
 @EACH
 @pytest.mark.ranks(min=2)
-def test_every_wait_is_in_a_trace_with_its_call(maker, rank, size):
+def test_every_wait_is_in_a_trace_with_its_call(maker, rank):
     reducer, calls = maker(SHAPES), itertools.count(1)
 
     def waits_for_rank_0(seconds):
@@ -158,7 +158,7 @@ def test_every_wait_is_in_a_trace_with_its_call(maker, rank, size):
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("schedule", ["flat", "shared"])
-def test_what_mpi_uses_outlives_a_call_that_was_given_up(comm, rank, schedule):
+def test_what_mpi_uses_outlives_a_call_that_was_given_up(comm, schedule):
     group = group_of(comm)
     if schedule == "shared" and not group.single_node:
         pytest.skip("the ranks are on several nodes")

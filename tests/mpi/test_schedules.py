@@ -244,7 +244,7 @@ def test_sums_travel_in_the_wire_format(maker, wire, dtype):
 
 
 @ALL
-def test_infinity_and_nan_are_summed_like_other_numbers(maker, rank, size):
+def test_infinity_and_nan_are_summed_like_other_numbers(maker, rank):
     reducer = maker({"x": (400,)}, "float32")
     mine = np.ones(400, np.float32)
     mine[:3] = np.inf, -np.inf if rank == 0 else np.inf, np.nan
@@ -259,7 +259,7 @@ def test_infinity_and_nan_are_summed_like_other_numbers(maker, rank, size):
 
 
 @ALL
-def test_an_overflow_becomes_infinity(maker, size):
+def test_an_overflow_becomes_infinity(maker):
     reducer = maker({"x": (300,)}, reduction_type="SUM")
     out = {"x": np.zeros(300, np.float16)}
     found = reducer.reduce({"x": np.full(300, 1e300)}, out=out)
