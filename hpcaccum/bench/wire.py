@@ -115,13 +115,11 @@ class Wire(Case):
         cross_shard = partial(CrossShardOptimizer, comm=group)
         sync = partial(SyncReplicasOptimizer, replicas_to_aggregate=n)
         drop = partial(DropStaleGradientOptimizer, staleness=ANY_STALENESS)
-        local = partial(
-            LocalStepsOptimizer,
-            outer=SGD(1.0),
-            period=_PERIOD,
-            quorum=n,
-            fragments=_PERIOD,
-        )
+
+        def local(rule: Optimizer, **where: Any) -> Any:
+            count: dict[str, Any] = {"quorum": n, "fragments": _PERIOD}
+            return LocalStepsOptimizer(rule, SGD(1.0), _PERIOD, **count, **where)
+
         self._add_steps(_BASE, cross_shard, mean, exact)
         self._add_steps("sync-replicas", partial(sync, **one), mean, exact)
         self._add_steps("drop-stale", partial(drop, **one), single, self._check_each)
