@@ -115,10 +115,10 @@ def _label_bytes(axis: Any, rows: Sequence[Row]) -> None:
     sizes = sorted({row.bytes for row in rows})
     # Every other label if all would overlap.
     shown = sizes[:: -(-len(sizes) // 6)]
-    label_sizes(axis, shown, [size_text(size) for size in shown])
+    label_axis(axis, shown, [size_text(size) for size in shown])
 
 
-def label_sizes(axis: Any, ticks: Sequence[int], labels: Sequence[str]) -> None:
+def label_axis(axis: Any, ticks: Sequence[int], labels: Sequence[str]) -> None:
     """Label the horizontal axis, and name the lines."""
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, labels, fontsize=8)

@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpcaccum import InvalidArgumentError
-from hpcaccum.bench.plot import add_lines, label_sizes
+from hpcaccum.bench.plot import add_lines, label_axis
 from hpcaccum.bench.report import number_text, print_groups, size_text, time_text
 from hpcaccum.bench.rows import read, reading
 from hpcaccum.files import json_value, read_lines
@@ -136,5 +136,5 @@ def _draw(curves: Sequence[Curve], places: Sequence[str], path: Path) -> None:
         axis.set_ylim(0, max(1.1, axis.get_ylim()[1]))
         axis.set_xlabel("ranks")
         axis.set_title(title)
-        label_sizes(axis, ranks, [str(each) for each in ranks])
+        label_axis(axis, ranks, [str(each) for each in ranks])
     save_figure(figure, path)
