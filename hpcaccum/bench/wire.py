@@ -75,10 +75,8 @@ class Wire(Case):
     The time is that of the last rank, without its loss. Bytes are those of a step in
     units of the size, counted at the network interfaces of each node: out of and into
     the node of rank 0, which is the host; the most of any other node; the most of all.
-    ``need`` is what must cross the busiest link in one direction between N nodes of r
-    ranks: 2 (N - 1) / N, and (r + 1) (N - 1) / N for drop-stale, or 2 r (N - 1) / N if
-    each rank is sent the parameters of its own update. If one node holds the
-    parameters, it is N - 1, and (N - 1) r. ``time`` is over that of cross-shard.
+    ``need`` is what must cross the busiest link in any program; docs/benchmarks.md has
+    the formulas. ``time`` is over that of cross-shard.
     """
 
     help = "what each strategy sends between nodes, counted at the links"
