@@ -9,6 +9,7 @@ import hpcaccum as hpc
 from hpcaccum.train.data import load, prepare
 from hpcaccum.train.loop import Run
 from hpcaccum.train.options import PERIODIC, STRATEGIES, add_arguments, resolve
+from hpcaccum.train.saving import Saver
 
 pytestmark = pytest.mark.any_size
 
@@ -53,8 +54,9 @@ def test_bad_data_is_an_error_on_all_ranks(comm, tmp_path):
 
 
 def train(strategy, chosen, blobs, comm, show):
+    saver = Saver(chosen, comm.rank, blobs)
     with hpc.Stopping(comm, signals=False) as stop:
-        return Run(strategy, chosen, blobs, hpc.group_of(comm), show, stop)()
+        return Run(strategy, chosen, blobs, hpc.group_of(comm), show, stop, saver)()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
