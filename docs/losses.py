@@ -29,7 +29,6 @@ import sysconfig
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -93,14 +92,6 @@ def launch(vendor: str) -> list[str]:
     return [str(mpiexec), *options, "-n", str(RANKS), *wrapper, sys.executable]
 
 
-def launch_on_hosts(vendor: str, cluster: Any, *program: str) -> list[str]:
-    """Return the command that starts a program on all ranks, two on each host."""
-    options, wrapper = SURVIVE[vendor]
-    command: list[str] = cluster.command(2, *wrapper, sys.executable, *program)
-    after = next(i for i, word in enumerate(command) if word.endswith("/mpiexec")) + 1
-    return [*command[:after], *options, *command[after:]]
-
-
 def run(kind: str, where: str, vendor: str) -> list[float]:
     """Return when a run made its updates, in seconds since the kill."""
     environment = dict(os.environ, MPIR_CVAR_NOLOCAL=str(int(where == "4 nodes")))
@@ -112,7 +103,9 @@ def run(kind: str, where: str, vendor: str) -> list[float]:
 
             (Path(folder) / "hosts").mkdir()
             cluster = stack.enter_context(hosts(Path(folder) / "hosts", 2))
-            command = launch_on_hosts(vendor, cluster, *program)
+            options, wrapper = SURVIVE[vendor]
+            job = *wrapper, sys.executable, *program
+            command = cluster.command(2, *job, options=options)
             environment = cluster.environment(environment)
         else:
             command = [*launch(vendor), *program]

@@ -149,6 +149,16 @@ class Picture:
             'marker-end="url(#arrow)"/>'
         )
 
+    def legend(self, x: float, y: float, text: str, fill: str, **more: str) -> None:
+        """Add a small box and what its color means."""
+        self.rect(x, y - 14, 22, 14, fill, **more)
+        self.text(x + 30, y - 2, text, 'text-anchor="start"')
+
+    def line(self, x: float, y: float, width: float, text: str) -> None:
+        """Add a line across a chart, and its value."""
+        self.rect(x, y, width, 1, "#dddddd")
+        self.text(x - 8, y + 5, text, 'text-anchor="end"')
+
     def save(self, name: str) -> None:
         """Write the file."""
         (HERE / name).write_text("\n".join([*self.lines, "</svg>", ""]))
@@ -246,35 +256,26 @@ def cut(folder: Path) -> None:
     found = {}
     for strategy in STRATEGIES:
         events = json.loads((folder / f"{strategy}.json").read_text())["traceEvents"]
-        rows = {
-            event["tid"]: "server"
-            if "server" in event["args"]["name"]
-            else event["args"]["name"]
-            for event in events
-            if event["name"] == "thread_name"
+        names = {
+            e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"
         }
+        rows = {k: "server" if "server" in v else v for k, v in names.items()}
         spans = [e for e in events if e["ph"] == "X" and rows[e["tid"]] in ROWS]
         decided = [e for e in spans if e["name"] == "admission"]
+        facts = [each["args"] for each in decided]
         lags = {
             word: sorted(
-                Counter(
-                    each["args"]["lag"]
-                    for each in decided
-                    if each["args"]["accepted"] is counts
-                ).items()
+                Counter(f["lag"] for f in facts if f["accepted"] is is_in).items()
             )
-            for word, counts in (("accepted", True), ("dropped", False))
+            for word, is_in in (("accepted", True), ("dropped", False))
         }
         if not decided:  # An allreduce drops nothing.
             reduced = sum(e["name"] == "reduce" for e in spans)
             lags = {"accepted": [(0, reduced)], "dropped": []}
         # Half of the piece is before an admission of the last rank, if it has any.
-        late = [e["ts"] for e in decided if rows[e["tid"]] == "rank 3"]
-        late = late or [
-            e["ts"]
-            for e in spans
-            if e["name"] == "compute" and rows[e["tid"]] == "rank 3"
-        ]
+        last = [e for e in spans if rows[e["tid"]] == "rank 3"]
+        late = [e["ts"] for e in last if e["name"] == "admission"]
+        late = late or [e["ts"] for e in last if e["name"] == "compute"]
         start = late[len(late) // 2] - 600 * LENGTH_MS
         piece = [
             [rows[e["tid"]], e["name"], round(e["ts"] - start), round(e["dur"])]
@@ -300,20 +301,15 @@ def draw_timelines(traces: dict) -> None:
         1020, 700, "Timelines of the four strategies, one rank 20 ms late"
     )
     top = 30
-    for x, (label, color) in zip(
-        (90, 215, 315, 450, 560, 735),
-        (
-            ("computes", SPANS["compute"]),
-            ("waits", SPANS["wait"]),
-            ("moves data", SPANS["pull"]),
-            ("update", SPANS["update"]),
-            ("gradient dropped", DROPPED),
-            ("gradient accepted (AGN only)", PUSHED),
-        ),
-        strict=True,
+    for x, label, color in (
+        (90, "computes", SPANS["compute"]),
+        (215, "waits", SPANS["wait"]),
+        (315, "moves data", SPANS["pull"]),
+        (450, "update", SPANS["update"]),
+        (560, "gradient dropped", DROPPED),
+        (735, "gradient accepted (AGN only)", PUSHED),
     ):
-        picture.rect(x, top - 14, 22, 14, color)
-        picture.text(x + 30, top - 2, label, 'text-anchor="start"')
+        picture.legend(x, top, label, color)
     for strategy in STRATEGIES:
         top += 34
         picture.text(left, top, strategy, 'font-weight="bold" font-size="16"')
@@ -325,9 +321,8 @@ def draw_timelines(traces: dict) -> None:
             picture.rect(left, y, width, height, "#f6f6f6")
             for name, color in SPANS.items():
                 path = ""
-                for _, _, start, length, *_ in (
-                    s for s in spans if s[:2] == [row, name]
-                ):
+                shown = (span for span in spans if span[:2] == [row, name])
+                for _, _, start, length, *_ in shown:
                     x1, x2 = max(0, start), min(1000 * LENGTH_MS, start + length)
                     if x2 > x1:
                         x, w = left + x1 * scale, (x2 - x1) * scale
@@ -347,21 +342,19 @@ def draw_timelines(traces: dict) -> None:
 
 def draw_lags(traces: dict) -> None:
     """Draw how many gradients of each strategy had which lag."""
-    bins = [(0, 0), (1, 1), (2, 2), (3, 3), (4, 7), (8, 15), (16, 30), (31, 10**9)]
-    names = ["0", "1", "2", "3", "4-7", "8-15", "16-30", "31+"]
+    bins = {"0": (0, 0), "1": (1, 1), "2": (2, 2), "3": (3, 3), "4-7": (4, 7)}
+    bins |= {"8-15": (8, 15), "16-30": (16, 30), "31+": (31, 10**9)}
     picture = Picture(1000, 390, "Gradients by lag, for the four strategies")
     left, bottom, wide, tall = 70, 320, 112, 250
     for percent in (0, 25, 50, 75, 100):
         y = bottom - tall * percent / 100
-        picture.rect(left, y, wide * len(bins), 1, "#dddddd")
-        picture.text(left - 8, y + 5, f"{percent} %", 'text-anchor="end"')
+        picture.line(left, y, wide * len(bins), f"{percent} %")
     for number, strategy in enumerate(STRATEGIES):
         lags = traces[strategy]["lags"]
         total = sum(count for found in lags.values() for _, count in found)
-        color, x = COLORS[strategy], left + 190 * number
-        picture.rect(x, 22, 22, 14, color)
-        picture.text(x + 30, 34, strategy, 'text-anchor="start"')
-        for place, (low, high) in enumerate(bins):
+        color = COLORS[strategy]
+        picture.legend(left + 190 * number, 36, strategy, color)
+        for place, (low, high) in enumerate(bins.values()):
             y, x = float(bottom), left + wide * place + 10 + 23 * number
             for word in ("accepted", "dropped"):
                 count = sum(c for lag, c in lags[word] if low <= lag <= high)
@@ -372,9 +365,8 @@ def draw_lags(traces: dict) -> None:
                     picture.rect(
                         x, y, 20, max(h, 1), "white" if look else color, **look
                     )
-    picture.rect(left + 760, 22, 22, 14, "white", stroke="#555555")
-    picture.text(left + 790, 34, "dropped", 'text-anchor="start"')
-    for place, name in enumerate(names):
+    picture.legend(left + 760, 36, "dropped", "white", stroke="#555555")
+    for place, name in enumerate(bins):
         picture.text(left + wide * (place + 0.5), bottom + 20, name)
     picture.text(
         500, bottom + 48, "lag: updates admitted since the parameters of the gradient"
@@ -397,9 +389,7 @@ def draw_losses(columns: dict[str, list[int]]) -> None:
         most = 10 * max(counts)
         picture.text(left, bottom - tall - 12, name, 'font-weight="bold"')
         for rate in (0, most // 2, most):
-            y = bottom - tall * rate / most
-            picture.rect(left, y, width, 1, "#dddddd")
-            picture.text(left - 8, y + 5, f"{rate}/s", 'text-anchor="end"')
+            picture.line(left, bottom - tall * rate / most, width, f"{rate}/s")
         for place, count in enumerate(counts):
             h = 10 * tall * count / most
             x = left + wide * place

@@ -19,6 +19,8 @@ from hpcaccum.bench.measure import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hpcaccum.bench.measure import Run
     from hpcaccum.dtypes import Array
 
@@ -48,10 +50,10 @@ class Allreduce(Case):
     def _prepare(self) -> None:
         n, mine, out = self.n, gradient(self.rank, self.count), self._result()
         expected = sum_of_gradients(n, self.count)
-        self._out, self._answer = out, out
         whole, pieces, out_pieces = {"all": mine}, _cut(mine), _cut(out)
         copied, many = self._reducer(whole), self._reducer(pieces)
-        zero_copy, flat = self._in_place(mine, "auto"), self._in_place(mine, "flat")
+        zero_copy = self._in_place(mine, expected, "auto")
+        flat = self._in_place(mine, expected, "flat")
         link, bus = sum_everywhere(self.nodes), {"bus": 2 * (n - 1) / n}
         least = {**self._floor(n + 1, link), **bus}
         copies = {**self._floor(2 * n, link), **bus, "raw": "MPI"}
@@ -59,42 +61,38 @@ class Allreduce(Case):
         def check() -> None:
             check_equal(out, expected)
 
-        def check_answer() -> None:
-            check_equal(self._answer, expected)
-
-        self._add("zero-copy", zero_copy, check_answer, raw="MPI", **least)
+        self._add("zero-copy", *zero_copy, raw="MPI", **least)
         copying = repeated(lambda: copied.reduce(whole, out={"all": out}))
         self._add("copying", copying, check, **copies)
         copying_many = repeated(lambda: many.reduce(pieces, out=out_pieces))
         self._add(f"{_ARRAYS} arrays", copying_many, check, **copies)
-        self._add("flat", flat, check_answer, raw="MPI", **least)
+        self._add("flat", *flat, raw="MPI", **least)
         mpi = repeated(lambda: self.comm.Allreduce(mine, out))
         self._add("MPI", mpi, check, reference=True, **least)
         if self.gloo:
-            gloo = apart(lambda: np.copyto(out, mine), self._gloo_sum)
+            gloo = apart(lambda: np.copyto(out, mine), lambda: _sum_by_gloo(out))
             self._add("gloo", gloo, check, reference=True, **least)
         self._add_plain(out, mine)
 
     def _reducer(self, arrays: dict[str, Array], schedule: str = "auto") -> Reducer:
         how: Any = {"reduction_type": "SUM", "schedule": schedule}
-        made = Reducer(Layout.of(arrays), self.group, "bench", **how)
-        self._hold(made)
-        return made
+        return self._hold(Reducer(Layout.of(arrays), self.group, "bench", **how))
 
-    def _in_place(self, mine: Array, schedule: str) -> Run:
+    def _in_place(
+        self, mine: Array, expected: Array, schedule: str
+    ) -> tuple[Run, Callable[[], None]]:
         reducer = self._reducer({"all": mine}, schedule)
+        answer: dict[str, Array] = {}
         reducer.arrays()["all"][:] = mine
+        run = repeated(lambda: answer.update(reducer.reduce()))
+        return run, lambda: check_equal(answer["all"], expected)
 
-        def reduce() -> None:
-            self._answer = reducer.reduce()["all"]
 
-        return repeated(reduce)
+def _sum_by_gloo(vector: Array) -> None:
+    import torch
+    import torch.distributed
 
-    def _gloo_sum(self) -> None:
-        import torch
-        import torch.distributed
-
-        torch.distributed.all_reduce(torch.from_numpy(self._out))
+    torch.distributed.all_reduce(torch.from_numpy(vector))
 
 
 def _cut(vector: Array) -> dict[str, Array]:

@@ -21,6 +21,7 @@ from hpcaccum.bench.options import (
     benchmarks_of,
     sizes_of,
 )
+from hpcaccum.bench.plot import draw
 from hpcaccum.bench.rows import Row, RowFiles
 from hpcaccum.files import check_apart, check_new, check_writable, ending_the_job
 from hpcaccum.machine import circumstances, describe, place_and_date
@@ -136,8 +137,6 @@ def _run(args: argparse.Namespace, group: Group, files: RowFiles) -> int:
                 measured += found
     files.close()
     if args.plot and group.rank == 0 and measured:
-        from hpcaccum.bench.plot import draw
-
         with ending_the_job("--plot", args.plot):
             draw(measured, f"{title}\n{place_and_date(facts)}", args.plot)
         show(f"\npicture: {args.plot}")

@@ -99,17 +99,26 @@ def _change(key: Key, before: Rows, after: Rows, tolerance: float) -> Change:
 
 def _show(changes: list[Change], notes: list[str], tolerance: float) -> int:
     cells, above = [], None
-    for change in changes:
-        head = change.new.benchmark, change.new.bytes
-        size = "" if head == above else size_text(change.new.bytes)
-        cells.append([size, *_cells(change), change.verdict])
+    for old, new, time, ratio, noise, reference, verdict in changes:
+        head = new.benchmark, new.bytes
+        size = "" if head == above else size_text(new.bytes)
+        times = time_text(old.median_us), time_text(new.median_us), number_text(time)
+        judged = number_text(ratio), f"{noise:.0%}", reference
+        if new.reference:
+            judged = "-", "-", "-"
+        cells.append([size, new.name, *times, *judged, verdict])
         above = head
     groups = [change.new.benchmark for change in changes]
     print_groups(_TITLES, cells, groups, left=(1, 7, 8))
     print(_ABOUT, *notes, sep="\n")
-    times = [change.time for change in changes if change.new.reference]
-    if times:
-        print(_machine(float(np.median(times)), tolerance))
+    factors = [change.time for change in changes if change.new.reference]
+    if factors:
+        factor = float(np.median(factors))
+        text = f"the references took {number_text(factor)} times as long"
+        if not 1 / (1 + tolerance) <= factor <= 1 + tolerance:
+            word = "slower" if factor > 1 else "faster"
+            text += f": the machine was {word} as a whole"
+        print(text)
     verdicts = [change.verdict for change in changes]
     slower, undecided = map(verdicts.count, ("slower", "undecided"))
     print(
@@ -117,21 +126,3 @@ def _show(changes: list[Change], notes: list[str], tolerance: float) -> int:
         f"{tolerance:.0%} and the noise, {undecided} undecided"
     )
     return 1 if slower else 2 if undecided else 0
-
-
-def _cells(change: Change) -> list[str]:
-    times = time_text(change.old.median_us), time_text(change.new.median_us)
-    cells = [change.new.name, *times, number_text(change.time)]
-    if change.new.reference:
-        return [*cells, "-", "-", "-"]
-    noise = f"{change.noise:.0%}"
-    return [*cells, number_text(change.ratio), noise, change.reference]
-
-
-def _machine(times: float, tolerance: float) -> str:
-    """Return how the times of the references changed."""
-    text = f"the references took {number_text(times)} times as long"
-    if 1 / (1 + tolerance) <= times <= 1 + tolerance:
-        return text
-    word = "slower" if times > 1 else "faster"
-    return f"{text}: the machine was {word} as a whole"

@@ -154,9 +154,7 @@ class DeviceCase(Case):
         return {name: self._normal(size) for name, (size,) in layout.shapes.items()}
 
 
-class SumsOnDevice(DeviceCase):
-    """One array added to a sum, and the reductions of the sum."""
-
+class _Sums(DeviceCase):
     def _prepare(self) -> None:
         cupy, count, size = device.cupy(), self.count, np.int64(self.count)
         source = self._normal(count)
@@ -213,9 +211,7 @@ class SumsOnDevice(DeviceCase):
         self._add_copy(source)
 
 
-class ArraysOnDevice(DeviceCase):
-    """Many small arrays, in one launch."""
-
+class _Arrays(DeviceCase):
     def _prepare(self) -> None:
         cupy, layout, elements = device.cupy(), *_many_arrays(self.count)
         share = 4 * elements / self.nbytes
@@ -272,9 +268,7 @@ def _many_arrays(count: int) -> tuple[Layout, int]:
     return Layout(shapes, np.float32), sum(sizes)
 
 
-class RowsOnDevice(DeviceCase):
-    """Rows of a matrix."""
-
+class _Rows(DeviceCase):
     def _prepare(self) -> None:
         cupy, number = device.cupy(), max(1, self.count // _WIDTH)
         source = self._normal(number * _WIDTH)
@@ -326,9 +320,7 @@ class RowsOnDevice(DeviceCase):
         self._add_copy(source)
 
 
-class UpdatesOnDevice(DeviceCase):
-    """One variable, updated once."""
-
+class _Updates(DeviceCase):
     def _prepare(self) -> None:
         cupy, source = device.cupy(), self._normal(self.count)
         value = self._result(cupy.empty_like(source), 3)
@@ -373,9 +365,7 @@ class UpdatesOnDevice(DeviceCase):
         self._add_copy(source)
 
 
-class AppliesOnDevice(DeviceCase):
-    """The DeviceAccumulator."""
-
+class _Rounds(DeviceCase):
     def _prepare(self) -> None:
         layout, elements = _many_arrays(self.count)
         source, arrays = self._normal(self.count), self._normal_arrays(layout)
@@ -411,9 +401,7 @@ class AppliesOnDevice(DeviceCase):
             ready()
 
 
-class ExchangeOnDevice(DeviceCase):
-    """Gradients of the device, reduced over all ranks and back on the device."""
-
+class _Exchange(DeviceCase):
     memory = Memory(shared=6, private=6, device=6)
 
     def _prepare(self) -> None:
@@ -456,10 +444,10 @@ class ExchangeOnDevice(DeviceCase):
 
 
 DEVICE_BENCHMARKS: dict[str, type[Case]] = {
-    "device sums": SumsOnDevice,
-    "device arrays": ArraysOnDevice,
-    "device rows": RowsOnDevice,
-    "device updates": UpdatesOnDevice,
-    "device rounds": AppliesOnDevice,
-    "device exchange": ExchangeOnDevice,
+    "device sums": _Sums,
+    "device arrays": _Arrays,
+    "device rows": _Rows,
+    "device updates": _Updates,
+    "device rounds": _Rounds,
+    "device exchange": _Exchange,
 }

@@ -1,4 +1,4 @@
-"""The pictures: times over sizes, efficiencies over ranks."""
+"""The pictures: times over sizes, and lines over ranks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from hpcaccum.bench.report import Curve
     from hpcaccum.bench.rows import Row
 
 # One for each color.
 _MARKERS = "osD^vPX*"
 _RAW_COLOR, _COPY_COLOR, _FLOOR_COLOR = "0.15", "0.6", "0.88"
-_PANELS = 6
 _POWERS = [10.0**power for power in range(-6, 9)]
 
 
@@ -40,12 +38,12 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
             _bandwidths(axis, others)
         else:
             _times(axis, found)
-        _label_sizes(axis, found)
+        _label_bytes(axis, found)
     save_figure(figure, path)
 
 
 def _times(axis: Any, rows: Sequence[Row]) -> None:
-    _lines(axis, [(row, row.bytes, row.median_us) for row in rows])
+    add_lines(axis, [(row, row.bytes, row.median_us) for row in rows])
     axis.set_yscale("log")
     low, high = axis.get_ylim()
     floor = _floor(rows)
@@ -56,7 +54,7 @@ def _times(axis: Any, rows: Sequence[Row]) -> None:
 
 
 def _bandwidths(axis: Any, rows: Sequence[Row]) -> None:
-    _lines(axis, [(row, row.bytes, row.busbw) for row in rows if row.busbw])
+    add_lines(axis, [(row, row.bytes, row.busbw) for row in rows if row.busbw])
     axis.set_yscale("log")
     low, high = axis.get_ylim()
     floor = _floor(rows)
@@ -80,33 +78,11 @@ def _shade(axis: Any, rows: list[Row], y: list[Any], end: float, label: str) -> 
         axis.fill_between(x, y, end, color=_FLOOR_COLOR, label=label, zorder=0)
 
 
-def draw_efficiencies(
-    curves: Sequence[Curve], places: Sequence[str], path: Path
-) -> None:
-    """Draw efficiency over ranks, a panel for each title."""
-    panels = group_by(curves, lambda curve: curve.title)
-    titles = [*panels][:: -(-len(panels) // _PANELS)]
-    figure, axes = make_figure(
-        len(titles), "\n".join(["efficiency: 1 is perfect", *dict.fromkeys(places)])
-    )
-    for axis, title in zip(axes, titles, strict=False):
-        points = [
-            (curve, size.ranks, curve.efficiency(size))
-            for curve in panels[title]
-            for size in sorted(curve.points)
-        ]
-        _lines(axis, points)
-        ranks = sorted({x for _, x, _ in points})
-        axis.axhline(1, color="0.5", linewidth=1)
-        axis.set_ylim(0, max(1.1, axis.get_ylim()[1]))
-        axis.set_xlabel("ranks")
-        axis.set_title(title)
-        _label(axis, ranks, [str(each) for each in ranks])
-    save_figure(figure, path)
+def add_lines(axis: Any, points: Iterable[tuple[Any, int, float]]) -> None:
+    """Draw a line for each name: hpcaccum, references, plain copies.
 
-
-def _lines(axis: Any, points: Iterable[tuple[Row | Curve, int, float]]) -> None:
-    """Draw a line for each name: hpcaccum, references, plain copies."""
+    A point has what was measured, with its ``name`` and ``reference``, and its place.
+    """
     ours = itertools.cycle(zip(COLORS, _MARKERS, strict=True))
     others = itertools.cycle("sDv^")
     for name, found in group_by(points, lambda point: point[0].name).items():
@@ -135,15 +111,15 @@ def _time_tick(microseconds: float) -> str:
     return f"{float(number):g} {unit}"
 
 
-def _label_sizes(axis: Any, rows: Sequence[Row]) -> None:
+def _label_bytes(axis: Any, rows: Sequence[Row]) -> None:
     sizes = sorted({row.bytes for row in rows})
     # Every other label if all would overlap.
     shown = sizes[:: -(-len(sizes) // 6)]
-    _label(axis, shown, [size_text(size) for size in shown])
+    label_axis(axis, shown, [size_text(size) for size in shown])
 
 
-def _label(axis: Any, ticks: Sequence[int], labels: Sequence[str]) -> None:
-    """Label the horizontal axis and the lines."""
+def label_axis(axis: Any, ticks: Sequence[int], labels: Sequence[str]) -> None:
+    """Label the horizontal axis, and name the lines."""
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, labels, fontsize=8)
     axis.set_xticks([], minor=True)

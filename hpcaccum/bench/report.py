@@ -94,11 +94,11 @@ def number_text(number: float | None) -> str:
 
 def head(benchmark: str, columns: Columns = HOST) -> str:
     """Return the lines above the rows of a benchmark."""
-    times = " ".join(f"{each:>{_WIDTHS[each]}}" for each in columns.times)
-    last = " ".join(f"{column.title:>{column.width}}" for column in columns.last)
-    titles = f"{'size':>7} {'':13} {'n':>5} {times} {'':2} "
-    above = f"{benchmark:{len(titles)}}{columns.above}".rstrip()
-    return f"\n{above}\n{titles}{last}"
+    last = [column.title for column in columns.last]
+    titles = _line(["size", "", "n", *columns.times, "", *last], columns)
+    before = len(titles) - sum(1 + column.width for column in columns.last)
+    above = f"{benchmark:{before + 1}}{columns.above}".rstrip()
+    return f"\n{above}\n{titles}"
 
 
 def lines(rows: Sequence[Row], columns: Columns = HOST) -> Iterator[str]:
@@ -107,14 +107,17 @@ def lines(rows: Sequence[Row], columns: Columns = HOST) -> Iterator[str]:
         size = "" if number else size_text(row.bytes)
         scale, unit = _unit(row.median_us)
         count = str(row.samples) if row.samples < 1e5 else f"{row.samples:.0e}"
-        cells = [f"{size:>7} {row.name:13} {count:>5}"]
-        for name in columns.times:
-            time = getattr(row, f"{name}_us")
-            text = number_text(None if time is None else time / scale)
-            cells.append(f"{text:>{_WIDTHS[name]}}")
-        cells.append(f"{unit:2}")
-        cells += [f"{number_text(c.value(row)):>{c.width}}" for c in columns.last]
-        yield " ".join(cells)
+        times = [getattr(row, f"{name}_us") for name in columns.times]
+        scaled = [None if time is None else time / scale for time in times]
+        last = [column.value(row) for column in columns.last]
+        cells = [*map(number_text, scaled), unit, *map(number_text, last)]
+        yield _line([size, row.name, count, *cells], columns)
+
+
+def _line(cells: Sequence[str], columns: Columns) -> str:
+    times = [f">{_WIDTHS[name]}" for name in columns.times]
+    forms = [">7", "13", ">5", *times, "2", *(f">{c.width}" for c in columns.last)]
+    return " ".join(map(format, cells, forms))
 
 
 def print_groups(
@@ -128,43 +131,3 @@ def print_groups(
     print(heads, rule, sep="\n")
     for group, line, above in zip(groups, shown, ["", *groups], strict=False):
         print(*([] if group == above else [group]), line, sep="\n")
-
-
-# Jobs of several sizes
-
-TRAINING = "training"
-
-
-class Size(NamedTuple):
-    """How large a job was."""
-
-    ranks: int
-    nodes: int
-
-
-class Curve(NamedTuple):
-    """One operation, or the training with one strategy, in jobs of several sizes.
-
-    `title` is the benchmark and the size of its arrays, `name` that of the operation or
-    strategy. `points` are microseconds, or samples per second.
-    """
-
-    title: str
-    name: str
-    points: dict[Size, float]
-    reference: bool = False
-
-    def efficiency(self, size: Size) -> float:
-        """Return that of a job, relative to the one with the fewest ranks."""
-        first = min(self.points)
-        ratio = self.points[first] / self.points[size]
-        return first.ranks / size.ranks / ratio if self.title == TRAINING else ratio
-
-    def cell(self, size: Size) -> str:
-        """Return what was measured, and the efficiency."""
-        if size not in self.points:
-            return "-"
-        found = self.points[size]
-        training = self.title == TRAINING
-        text = f"{number_text(found)}/s" if training else time_text(found)
-        return f"{text} {self.efficiency(size):5.2f}"

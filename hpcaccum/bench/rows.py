@@ -61,7 +61,7 @@ class RowFiles:
     def __init__(self, lines: Path | None, table: Path | None) -> None:
         self._lines, self._path = JsonLines("--json", lines), table
         self._table = open_output("--csv", table)
-        self._titles: list[str] = []
+        self._cells: csv.DictWriter[str] | None = None
 
     def write(self, rows: Sequence[Row], facts: Mapping[str, Any]) -> None:
         """Write rows, each with its circumstances, which always have the same names."""
@@ -71,15 +71,16 @@ class RowFiles:
             if self._table is None:
                 continue
             with ending_the_job("--csv", self._path):
-                writer = csv.writer(self._table, lineterminator="\n")
-                if not self._titles:
-                    self._titles = [*fields]
-                    writer.writerow(self._titles)
+                if self._cells is None:
+                    self._cells = csv.DictWriter(
+                        self._table, fields, lineterminator="\n"
+                    )
+                    self._cells.writeheader()
                 # Lists and mappings are JSON in a cell.
-                writer.writerow(
-                    json.dumps(each) if isinstance(each, (dict, list)) else each
-                    for each in fields.values()
-                )
+                for name, value in fields.items():
+                    if isinstance(value, (dict, list)):
+                        fields[name] = json.dumps(value)
+                self._cells.writerow(fields)
                 self._table.flush()
 
     def close(self) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpcaccum import InvalidArgumentError
-from hpcaccum.bench.report import TRAINING, Curve, Size, print_groups, size_text
+from hpcaccum.bench.plot import add_lines, label_axis
+from hpcaccum.bench.report import number_text, print_groups, size_text, time_text
 from hpcaccum.bench.rows import read, reading
 from hpcaccum.files import json_value, read_lines
 from hpcaccum.machine import place_and_date
+from hpcaccum.plots import group_by, make_figure, save_figure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +21,43 @@ _ABOUT = """\
 efficiency: 1 is perfect. Of a benchmark: the time on the fewest ranks over the
 time here, as every rank contributes as many bytes. Of a training: the samples
 per second of a rank over those on the fewest ranks."""
+_TRAINING = "training"
+_PANELS = 6
+
+
+class Size(NamedTuple):
+    """How large a job was."""
+
+    ranks: int
+    nodes: int
+
+
+class Curve(NamedTuple):
+    """One operation, or the training with one strategy, in jobs of several sizes.
+
+    `title` is the benchmark and the size of its arrays, `name` that of the operation or
+    strategy. `points` are microseconds, or samples per second.
+    """
+
+    title: str
+    name: str
+    points: dict[Size, float]
+    reference: bool = False
+
+    def efficiency(self, size: Size) -> float:
+        """Return that of a job, relative to the one with the fewest ranks."""
+        first = min(self.points)
+        ratio = self.points[first] / self.points[size]
+        return first.ranks / size.ranks / ratio if self.title == _TRAINING else ratio
+
+    def cell(self, size: Size) -> str:
+        """Return what was measured, and the efficiency."""
+        if size not in self.points:
+            return "-"
+        found = self.points[size]
+        training = self.title == _TRAINING
+        text = f"{number_text(found)}/s" if training else time_text(found)
+        return f"{text} {self.efficiency(size):5.2f}"
 
 
 def report(files: Sequence[Path], plot: Path | None) -> Callable[[], None]:
@@ -61,7 +100,7 @@ def _trained(path: Path, lines: Sequence[str]) -> Iterator[Curve]:
             # It is 0 if the training was asked to stop at once, or had been complete.
             if facts["event"] == "result" and facts["samples_per_second"]:
                 points = {size: float(facts["samples_per_second"])}
-                yield Curve(TRAINING, facts["strategy"], points)
+                yield Curve(_TRAINING, facts["strategy"], points)
 
 
 def _show(curves: list[Curve], places: list[str], plot: Path | None) -> None:
@@ -74,7 +113,28 @@ def _show(curves: list[Curve], places: list[str], plot: Path | None) -> None:
     print_groups(titles, rows, [curve.title for curve in curves])
     print(_ABOUT)
     if plot:
-        from hpcaccum.bench.plot import draw_efficiencies
-
-        draw_efficiencies(curves, places, plot)
+        _draw(curves, places, plot)
         print(f"picture: {plot}")
+
+
+def _draw(curves: Sequence[Curve], places: Sequence[str], path: Path) -> None:
+    """Draw efficiency over ranks, a panel for each title."""
+    panels = group_by(curves, lambda curve: curve.title)
+    titles = [*panels][:: -(-len(panels) // _PANELS)]
+    figure, axes = make_figure(
+        len(titles), "\n".join(["efficiency: 1 is perfect", *dict.fromkeys(places)])
+    )
+    for axis, title in zip(axes, titles, strict=False):
+        points = [
+            (curve, size.ranks, curve.efficiency(size))
+            for curve in panels[title]
+            for size in sorted(curve.points)
+        ]
+        add_lines(axis, points)
+        ranks = sorted({x for _, x, _ in points})
+        axis.axhline(1, color="0.5", linewidth=1)
+        axis.set_ylim(0, max(1.1, axis.get_ylim()[1]))
+        axis.set_xlabel("ranks")
+        axis.set_title(title)
+        label_axis(axis, ranks, [str(each) for each in ranks])
+    save_figure(figure, path)

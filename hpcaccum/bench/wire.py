@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from hpcaccum.bench.measure import (
     Case,
     Memory,
     WrongAnswerError,
-    check_close,
     check_equal,
     gradient,
     of_one,
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
     from hpcaccum.bench.links import Links
     from hpcaccum.bench.measure import Run
     from hpcaccum.dtypes import Array
-
-T = TypeVar("T")
 
 _BASE = "cross-shard"
 # Local steps of a period; each pushes one of the variables.
@@ -78,10 +75,8 @@ class Wire(Case):
     The time is that of the last rank, without its loss. Bytes are those of a step in
     units of the size, counted at the network interfaces of each node: out of and into
     the node of rank 0, which is the host; the most of any other node; the most of all.
-    ``need`` is what must cross the busiest link in one direction between N nodes of r
-    ranks: 2 (N - 1) / N, and (r + 1) (N - 1) / N for drop-stale, or 2 r (N - 1) / N if
-    each rank is sent the parameters of its own update. If one node holds the
-    parameters, it is N - 1, and (N - 1) r. ``time`` is over that of cross-shard.
+    ``need`` is what must cross the busiest link in any program; docs/benchmarks.md has
+    the formulas. ``time`` is over that of cross-shard.
     """
 
     help = "what each strategy sends between nodes, counted at the links"
@@ -109,80 +104,59 @@ class Wire(Case):
         n, group, count = self.n, self.group, self.count
         # Of each kind, the bytes of each node in a step, out and in.
         self._counts: dict[str, list[Array]] = {}
-        self._add_steps(_BASE, lambda rule: CrossShardOptimizer(rule, comm=group))
-        firsts = [ranks[0] for ranks in group.nodes]
-        self._add_one_sided("sync-replicas", "drop-stale", 0)
-        self._add_one_sided("sync, sharded", "drop, sharded", firsts)
-        self._add_in_half(firsts)
+        mean, single = sum_everywhere(self.nodes), update_each(self.nodes, n)
+        exact, rounded = self._check_mean, partial(self._check_mean, error=_ROUNDED)
+        pushed = partial(rounded, period=_PERIOD)
+        one: dict[str, Any] = {"comm": group, "servers": 0}
+        each = {**one, "servers": [ranks[0] for ranks in group.nodes]}
+        half = {**each, "wire_dtype": _HALF}
+        cross_shard = partial(CrossShardOptimizer, comm=group)
+        sync = partial(SyncReplicasOptimizer, replicas_to_aggregate=n)
+        drop = partial(DropStaleGradientOptimizer, staleness=ANY_STALENESS)
+
+        def local(rule: Optimizer, **where: Any) -> Any:
+            count: dict[str, Any] = {"quorum": n, "fragments": _PERIOD}
+            return LocalStepsOptimizer(rule, SGD(1.0), _PERIOD, **count, **where)
+
+        self._add_steps(_BASE, cross_shard, mean, exact)
+        self._add_steps("sync-replicas", partial(sync, **one), mean, exact)
+        self._add_steps("drop-stale", partial(drop, **one), single, self._check_each)
+        self._add_steps("sync, sharded", partial(sync, **each), mean, exact)
+        self._add_steps(
+            "drop, sharded", partial(drop, **each), single, self._check_each
+        )
+        self._add_steps("sync, half", partial(sync, **half), mean / 2, rounded)
+        self._add_steps("fragments", partial(local, **each), mean, pushed, _PERIOD)
+        self._add_steps(
+            "fragm., half", partial(local, **half), mean / 2, pushed, _PERIOD
+        )
         mine, total = gradient(self.rank, count), self._result()
         self._add_counted(
             "MPI",
             repeated(lambda: self.comm.Allreduce(mine, total)),
             lambda: check_equal(total, sum_of_gradients(n, count)),
-            sum_everywhere(self.nodes),
+            mean,
             reference=True,
         )
         ring = self._ring()
         self._add_counted(EXCHANGE, repeated(ring), ring.check, 1, reference=True)
 
-    def _add_one_sided(self, sync: str, drop: str, servers: int | list[int]) -> None:
-        """Add both one-sided optimizers, by the given names."""
-        where: Any = {"comm": self.group, "servers": servers}
-        self._add_steps(sync, lambda rule: SyncReplicasOptimizer(rule, self.n, **where))
-        self._add_steps(
-            drop,
-            lambda rule: DropStaleGradientOptimizer(rule, ANY_STALENESS, **where),
-            each=True,
-        )
-
-    def _add_in_half(self, servers: list[int]) -> None:
-        """Add what is sent in half precision, or in fragments."""
-        where: Any = {"comm": self.group, "servers": servers}
-        half = {**where, "wire_dtype": _HALF}
-        self._add_steps(
-            "sync, half",
-            lambda rule: SyncReplicasOptimizer(rule, self.n, **half),
-            share=0.5,
-        )
-        for name, options in ("fragments", where), ("fragm., half", half):
-            self._add_fragments(name, options)
-
-    def _add_fragments(self, name: str, options: dict[str, Any]) -> None:
-        def make(rule: Optimizer) -> Any:
-            count: dict[str, Any] = {"quorum": self.n, "fragments": _PERIOD}
-            return LocalStepsOptimizer(rule, SGD(1.0), _PERIOD, **count, **options)
-
-        mine = functools.partial(gradient, self.rank)
-        steps = Optimizing(self.count, make, gradient=mine)
-        self._hold(steps.optimizer)
-
-        def run(inner: int) -> list[float]:
-            return [each * _PERIOD for each in steps.run(inner * _PERIOD)]
-
-        floor = sum_everywhere(self.nodes) * (0.5 if "wire_dtype" in options else 1)
-        self._add_counted(name, run, lambda: self._check_fragments(steps), floor)
-
     def _add_steps(
         self,
         name: str,
         make: Callable[[Optimizer], Any],
-        *,
-        each: bool = False,
-        share: float = 1,
+        floor: float,
+        check: Callable[[Optimizing], None],
+        period: int = 1,
     ) -> None:
-        """Add steps of an optimizer that updates with the mean, or each gradient.
-
-        It sends a share of the bytes of what it exchanges.
-        """
-        mine = functools.partial(gradient, self.rank)
-        steps = Optimizing(self.count, make, gradient=mine)
+        """Add an optimizer; its time is that of ``period`` steps."""
+        steps = Optimizing(self.count, make, gradient=partial(gradient, self.rank))
         self._hold(steps.optimizer)
-        floor, check = sum_everywhere(self.nodes) * share, self._check_mean
-        if share < 1:
-            check = self._check_rounded
-        if each:
-            floor, check = update_each(self.nodes, self.n), self._check_each
-        self._add_counted(name, steps.run, lambda: check(steps), floor)
+
+        def run(inner: int) -> list[float]:
+            return [seconds * period for seconds in steps.run(inner * period)]
+
+        self._add_counted(name, run, lambda: check(steps), floor)
 
     def _add_counted(
         self, name: str, run: Run, check: Callable[[], None], floor: float, **more: Any
@@ -208,24 +182,15 @@ class Wire(Case):
         more |= {"floor": (EXCHANGE, floor), "figures": figures}
         self._add(name, of_one(self.group, counted, last=True), check, **more)
 
-    def _check_mean(self, steps: Optimizing) -> None:
-        for variable in steps.variables:
-            mean = gradient(0, variable.value.size) + (self.n - 1) / 2
-            check_equal(variable.value, -np.float32(RATE * steps.taken) * mean)
-
-    def _check_rounded(self, steps: Optimizing) -> None:
-        for variable in steps.variables:
-            mean = gradient(0, variable.value.size) + (self.n - 1) / 2
-            expected = -np.float32(RATE * steps.taken) * mean
-            check_close(variable.value, expected, _ROUNDED)
-
-    def _check_fragments(self, steps: Optimizing) -> None:
+    def _check_mean(
+        self, steps: Optimizing, error: float = 0.0, period: int = 1
+    ) -> None:
         """Compare variables, which contain this rank's steps since their push."""
         for number, variable in enumerate(steps.variables):
-            pattern, own = gradient(0, variable.value.size), -number % _PERIOD
+            pattern, own = gradient(0, variable.value.size), -number % period
             total = (steps.taken - own) * (self.n - 1) / 2 + own * self.rank
             expected = np.float32(-RATE) * (steps.taken * pattern + total)
-            check_close(variable.value, expected, _ROUNDED)
+            check_equal(variable.value, expected, error)
 
     def _check_each(self, steps: Optimizing) -> None:
         """Compare the center with all updates, this rank's variables with some."""

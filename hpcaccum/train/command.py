@@ -14,11 +14,12 @@ from hpcaccum.machine import circumstances, place_and_date
 from hpcaccum.plots import check_picture
 from hpcaccum.server import check_nodes
 from hpcaccum.stopping import Stopping, ask_restart
-from hpcaccum.train import saving
+from hpcaccum.train import plot
 from hpcaccum.train.data import load
 from hpcaccum.train.loop import Run
 from hpcaccum.train.options import Options, resolve
 from hpcaccum.train.report import Progress, Record, describe, saved, tables
+from hpcaccum.train.saving import Saver
 
 if TYPE_CHECKING:
     import argparse
@@ -45,10 +46,10 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
     if options.device == "cuda":
         check("--device", lambda: use_device(group.node.rank))
     data = load(options.data, group)
-    found = check("checkpoints", lambda: saving.find(options, group.rank, data))
+    saver = check("checkpoints", lambda: Saver(options, group.rank, data))
     # Last, as a log is emptied.
     log = check("output", lambda: _open_files(options, group.rank))
-    return functools.partial(_train, options, data, group, stop, found, log)
+    return functools.partial(_train, options, data, group, stop, saver, log)
 
 
 def _open_files(options: Options, rank: int) -> JsonLines:
@@ -68,7 +69,7 @@ def _train(
     data: Dataset,
     group: Group,
     stop: Stopping,
-    found: Any,
+    saver: Saver,
     log: JsonLines,
 ) -> int:
     """Train with each strategy, show the results, return the status. Collective."""
@@ -108,7 +109,7 @@ def _train(
                     # Each strategy begins at step 0; the steps of `stop` go on.
                     earlier = sum(result.updates for result in results)
                     run = Run(
-                        strategy, options, data, group, shown, stop, found, earlier
+                        strategy, options, data, group, shown, stop, saver, earlier
                     )
                     results.append(run())
                 log.write({"event": "result", **results[-1].facts()})
@@ -142,10 +143,8 @@ def _report(
         if options.save or stopped:
             say(saved(results[-1], options))
         if options.plot:
-            from hpcaccum.train.plot import draw
-
             with ending_the_job("--plot", options.plot):
-                draw(results, f"{title}\n{place}", options.plot)
+                plot.draw(results, f"{title}\n{place}", options.plot)
             say(f"picture: {options.plot}")
     if diverged:
         # A rank that exits ends the job, maybe before the picture is drawn.

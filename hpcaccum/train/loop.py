@@ -13,7 +13,6 @@ from hpcaccum.train.data import batches
 from hpcaccum.train.model import MLP
 from hpcaccum.train.options import PERIODIC
 from hpcaccum.train.report import Record, Result
-from hpcaccum.train.saving import Saver
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
     from hpcaccum.train.data import Dataset
     from hpcaccum.train.options import Options
+    from hpcaccum.train.saving import Saver
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ class Run:
         group: hpc.Group,
         show: Callable[[Record], None],
         stop: hpc.Stopping,
-        found: Any = None,
+        saver: Saver,
         earlier: int = 0,
     ) -> None:
         self._strategy, self._group, self._show = strategy, group, show
@@ -101,9 +101,9 @@ class Run:
         self._delay = options.straggler.get(group.rank, 0) / 1000
         self._serves = group.rank in options.only_serve and not self._collective
         self._reports = group.rank == options.reporter
-        self._saver = Saver(options, group.rank, data, self._optimizer.snapshot)
+        self._saver = saver
+        saver.start(self._optimizer.snapshot)
         self._stop, self._steps_before = stop, earlier
-        self._found = found
         # The updates, and the gradients in them, of earlier jobs.
         self._start, self._earlier = 0, 0
         self._step, self._check_at = 0, 0.0
@@ -138,7 +138,7 @@ class Run:
 
     def _start_or_resume(self) -> None:
         """Continue from the checkpoint that the host has found, if there is one."""
-        found, variables = self._found or {}, self._model.variables
+        found, variables = self._saver.found or {}, self._model.variables
         steps = self._group.allgather(found.get("step"), "--resume")
         step = steps[self._options.host]
         if step is None:
@@ -201,10 +201,8 @@ class Run:
         self._show(record)
 
     def _is_over(self, step: int) -> bool:
-        if self._exact:
-            # All stop after one step: the next would lack a gradient, or never end.
-            return self._stops(step) or self._done_by_others()
-        return self._done_by_others()
+        # All stop after one step: the next would lack a gradient, or never end.
+        return (self._exact and self._stops(step)) or self._done_by_others()
 
     def _done_by_others(self) -> bool:
         # A rank learns the step when it communicates, which for a slow one with AGN may

@@ -26,80 +26,40 @@ _PARTS = {"facts", "step", "optimizer", "data"}
 logger = logging.getLogger("hpcaccum")
 
 
-def _facts(options: Options, data: Dataset) -> dict[str, str]:
-    """Return what must be the same in a run that continues, by option."""
-    widths = data.x.shape[1], *options.hidden, data.classes
-    return {
-        "--strategy": options.strategies[0],
-        "--optimizer": options.optimizer,
-        "network": "-".join(map(str, widths)),
-    }
-
-
-def find(options: Options, rank: int, data: Dataset) -> Any:
-    """Return the checkpoint from which the host continues; None on other ranks.
-
-    Raises InvalidArgumentError if the directory cannot be used, a checkpoint cannot be
-    read or is of another run, or there is one and it is not wanted.
-    """
-    directory = options.save
-    if directory is None or rank != options.host:
-        return None
-    check_directory("--save", directory)
-    if not options.resume:
-        if checkpoint.files(directory):
-            raise InvalidArgumentError(
-                f"--save: {directory} has checkpoints: add --resume to continue from "
-                f"the last one, or use another directory"
-            )
-        return None
-    try:
-        found = checkpoint.load(directory)
-    except (CheckpointError, OSError) as error:
-        raise InvalidArgumentError(f"--resume: {error}") from None
-    if found is not None:
-        _check(found, _facts(options, data), directory)
-    return found
-
-
-def _check(found: Any, expected: dict[str, str], directory: Path) -> None:
-    if (
-        not isinstance(found, dict)
-        or found.keys() != _PARTS
-        or not isinstance(found["facts"], dict)
-        or step_number(found["step"], f"--resume: {directory}: step") < 0
-    ):
-        raise InvalidArgumentError(
-            f"--resume: {directory} has checkpoints of another program"
-        )
-    for name, value in expected.items():
-        saved = found["facts"].get(name)
-        if saved != value:
-            raise InvalidArgumentError(
-                f"--resume: {directory} has checkpoints of a run with {name} {saved}, "
-                f"this one has {name} {value}"
-            )
-
-
 class Saver:
-    """Writes the checkpoints, on the host if there is ``--save``.
+    """Reads and writes the checkpoints, on the host if there is ``--save``.
 
-    `snapshot` returns that of the optimizer. How samples become inputs of the model is
-    saved with it.
+    `found` is the one to continue from. How samples become inputs of the model is saved
+    with it.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        rank: int,
-        data: Dataset,
-        snapshot: Callable[[], dict[str, Any]],
-    ) -> None:
+    def __init__(self, options: Options, rank: int, data: Dataset) -> None:
+        """Raise InvalidArgumentError if the directory cannot be used as it is."""
         self._directory = options.save if rank == options.host else None
-        self._every, self._snapshot = options.every, snapshot
-        self._about = {"facts": _facts(options, data), "data": data.scaling}
+        self._every = options.every
+        widths = data.x.shape[1], *options.hidden, data.classes
+        # What must be the same in a run that continues.
+        facts = {
+            "--strategy": options.strategies[0],
+            "--optimizer": options.optimizer,
+            "network": "-".join(map(str, widths)),
+        }
+        self._about = {"facts": facts, "data": data.scaling}
+        self.found: Any = None
         if self._directory:
-            # From now on, an earlier job that still runs cannot save.
+            check_directory("--save", self._directory)
+            if options.resume:
+                self.found = _load(self._directory, facts)
+            elif checkpoint.files(self._directory):
+                raise InvalidArgumentError(
+                    f"--save: {self._directory} has checkpoints: add --resume to "
+                    f"continue from the last one, or use another directory"
+                )
+
+    def start(self, snapshot: Callable[[], dict[str, Any]]) -> None:
+        """Save snapshots of an optimizer. From now on, no earlier job can."""
+        self._snapshot = snapshot
+        if self._directory:
             with self._ending_the_job():
                 checkpoint.take(self._directory)
         self.begin(0)
@@ -153,3 +113,30 @@ class Saver:
         checkpoint.save(self._directory, state)
         # Also if the next error ends this run.
         ask_restart("restart\n")
+
+
+def _load(directory: Path, expected: dict[str, str]) -> Any:
+    """Return the last checkpoint, if there is one; raise if it is of another run."""
+    try:
+        found = checkpoint.load(directory)
+    except (CheckpointError, OSError) as error:
+        raise InvalidArgumentError(f"--resume: {error}") from None
+    if found is None:
+        return None
+    if (
+        not isinstance(found, dict)
+        or found.keys() != _PARTS
+        or not isinstance(found["facts"], dict)
+        or step_number(found["step"], f"--resume: {directory}: step") < 0
+    ):
+        raise InvalidArgumentError(
+            f"--resume: {directory} has checkpoints of another program"
+        )
+    for name, value in expected.items():
+        saved = found["facts"].get(name)
+        if saved != value:
+            raise InvalidArgumentError(
+                f"--resume: {directory} has checkpoints of a run with {name} {saved}, "
+                f"this one has {name} {value}"
+            )
+    return found

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
 PACKAGES = "iproute2 util-linux"
 HOSTS_SCRIPT = Path(__file__).with_name("hosts.sh")
@@ -112,20 +112,27 @@ class Cluster:
         return subprocess.CompletedProcess(command, process.returncode, output)
 
     def command(
-        self, ranks: int, *program: str | Path, cwd: Path | None = None
+        self,
+        ranks: int,
+        *program: str | Path,
+        cwd: Path | None = None,
+        options: Sequence[str] = (),
     ) -> list[str]:
-        """The command that `run` starts, which needs `environment`."""
+        """The command that `run` starts, which needs `environment`.
+
+        ``options`` are for mpiexec.
+        """
         mpiexec = _mpiexec()
         hosts = ",".join(f"{name}:{ranks}" for name in self.names)
         version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True)
         if "HYDRA" in version.stdout:
-            options = ["-launcher=ssh", f"-launcher-exec={SSH_SCRIPT}", "-hosts", hosts]
+            place = ["-launcher=ssh", f"-launcher-exec={SSH_SCRIPT}", "-hosts", hosts]
         else:
             agent = ["--prtemca", "plm_ssh_agent", str(SSH_SCRIPT)]
-            options = [*agent, "--map-by", "slot:OVERSUBSCRIBE", "--host", hosts]
+            place = [*agent, "--map-by", "slot:OVERSUBSCRIBE", "--host", hosts]
         chdir = f"--chdir={cwd or Path.cwd()}"
         size = str(ranks * len(self.names))
-        job = [mpiexec, *options, "-n", size, *map(str, program)]
+        job = [mpiexec, *options, *place, "-n", size, *map(str, program)]
         return [*self.enter, "env", chdir, *job]
 
     def environment(self, env: Mapping[str, str] = os.environ) -> dict[str, str]:

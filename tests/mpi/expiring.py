@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 from mpi4py import MPI
 
 from hpcaccum import deadline
 
-from .support import WAIT
+from .support import WAIT, meet
+from .training import raised
 
 # Looks at the clock, between two of which a rank does all that it does while it waits.
 _LOOKS = 20
@@ -65,3 +67,15 @@ def times_out_without(comm: MPI.Intracomm, *late: int) -> Iterator[None]:
     with mock.patch.object(deadline, "time", patched):
         yield
     waiting.Free()
+
+
+def missed_by(
+    late: int, comm: MPI.Intracomm, call: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Have all ranks but one make a call; return its error, None there. Collective."""
+    error = None
+    with times_out_without(comm, late):
+        if comm.rank != late:
+            error = raised(call, *args, **kwargs)
+    meet()
+    return error

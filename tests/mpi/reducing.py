@@ -41,6 +41,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "small-flat": {"schedule": "flat"},
     "hierarchical": {"schedule": "hierarchical", "bucket_bytes": SMALL},
 }
+# `nccl` takes arrays on a device only.
+OPTIONS = {**KINDS, "nccl": {"schedule": "nccl", "bucket_bytes": SMALL}}
 ALL = pytest.mark.parametrize("maker", KINDS, indirect=True)
 # One kind of each schedule: `staged` is `shared` with arrays that are copied elsewhere,
 # after the ranks have agreed.
@@ -63,11 +65,11 @@ class Maker:
 
     def __init__(self, comm: MPI.Intracomm, kind: str, nodes: str = "halves") -> None:
         self.group = group_of(comm)
-        self.kind, self.exact = kind, not kind.endswith("flat")
+        self.kind, self.exact = kind, not kind.endswith(("flat", "nccl"))
         self._made: list[Reducer] = []
         if kind == "hierarchical" and comm.size > 1 and self.group.single_node:
             self.group = made_up(comm, nodes)
-        if KINDS[kind]["schedule"] == "shared" and not self.group.single_node:
+        if OPTIONS[kind]["schedule"] == "shared" and not self.group.single_node:
             pytest.skip("the ranks do not share memory")
         first = self.group.node.bcast(comm.rank)
         found: dict[int, list[int]] = {}
@@ -81,7 +83,7 @@ class Maker:
 
     def __call__(self, shapes: Any, dtype: Any = np.float32, **options: Any) -> Reducer:
         """Return a reducer. Collective."""
-        options = KINDS[self.kind] | options
+        options = OPTIONS[self.kind] | options
         # The size from which on arrays are copied bucket by bucket.
         coarse = 0 if self.kind == "staged" else 1 << 40
         with mock.patch.object(staging, "_COARSE", coarse):
@@ -230,6 +232,8 @@ def makers_fixture(comm: MPI.Intracomm) -> Any:
 def maker_fixture(comm: MPI.Intracomm, request: pytest.FixtureRequest) -> Any:
     """Make reducers of the kind that the test names, and free them."""
     kind, *nodes = request.param.split()
+    if kind == "nccl":
+        request.getfixturevalue("own_card")
     maker = Maker(comm, kind, *nodes)
     yield maker
     maker.free()

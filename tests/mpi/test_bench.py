@@ -27,6 +27,8 @@ from hpcaccum.bench.measure import (
 from hpcaccum.bench.options import BENCHMARKS, CASES, WIRE
 from hpcaccum.server.double_buffer import DoubleBuffer
 
+from ..unit.measured import check_rows
+
 pytestmark = pytest.mark.any_size
 
 
@@ -171,18 +173,7 @@ def test_every_kind_is_verified_and_timed(name, nbytes, comm, size):
     found = rows(name, case, measure(case, name, SECONDS))
     case.free()
 
-    names = [row.name for row in found]
-    assert len(set(names)) == len(names)
-    for row in found:
-        last = row.max_us if row.p99_us is None else row.p99_us
-        assert 0 < row.min_us <= row.median_us <= last <= row.max_us
-        # All quartiles of three times may be among the ends; the differences of seconds
-        # and those of microseconds are then rounded otherwise.
-        assert 0 <= row.spread_us <= 1.000001 * (row.max_us - row.min_us)
-        assert row.samples >= 3
-        assert row.raw is None or row.raw in names
-    assert any(row.reference for row in found)
-    assert not all(row.reference for row in found)
+    check_rows(found)
 
 
 def off(array):

@@ -18,14 +18,15 @@ from hpcaccum.device import kernels
 from hpcaccum.mpi.job import runtime
 from hpcaccum.reducer import device as device_exchange
 
-from .expiring import times_out_without
+from .expiring import missed_by
 from .on_device import FEW_RANKS, Aware, empty_like, to_device
-from .reducing import ALL, EACH, KINDS, Maker, check, drawn, parts_of, works
+from .reducing import ALL, EACH, KINDS, OPTIONS, Maker, check, drawn, parts_of, works
 from .reducing import SHAPES as PAIR
-from .training import meet, raised
+from .training import raised
 
 pytestmark = [FEW_RANKS, pytest.mark.any_size]
 
+ANY = pytest.mark.parametrize("maker", OPTIONS, indirect=True)
 SHAPES = {"scalar": (), "empty": (0,), "vector": (2330,), "matrix": (15, 117)}
 DTYPES = ["float32", "float16", ml_dtypes.bfloat16, "float64"]
 
@@ -83,9 +84,12 @@ def reduced(cp, reducer, arrays, way):
     return reducer.reduce(rest, out=out) if rest else reducer.wait(out=out)
 
 
-def check_ways(cp, maker, reducer, rank, size, dtype, **options):
+def check_ways(cp, maker, reducer, dtype, **options):
     """Reduce in all ways: all ranks alike, or each on its own stream in another way."""
+    rank, size = maker.group.rank, maker.group.size
     ways = WAYS if dtype == "float32" else WAYS[:-1]
+    if maker.kind == "nccl":
+        ways = [way for way in ways if way[0] == "device"]
     for call in range(len(ways)):
         parts = parts_of(SHAPES, size, call, dtype=dtype)
         way = ways[(call + 5 * rank * (call % 2)) % len(ways)]
@@ -99,15 +103,19 @@ def check_ways(cp, maker, reducer, rank, size, dtype, **options):
 
 @pytest.mark.parametrize(
     ("maker", "dtype"),
-    [*((kind, "float32") for kind in KINDS), *zip(KINDS, DTYPES[1:], strict=False)],
+    [
+        *((kind, "float32") for kind in OPTIONS),
+        *zip(KINDS, DTYPES[1:], strict=False),
+        *(("nccl", dtype) for dtype in DTYPES[1:]),
+    ],
     indirect=["maker"],
     ids=str,
 )
-def test_results_are_the_same_in_any_way(cp, maker, rank, size, dtype):
-    check_ways(cp, maker, maker(SHAPES, dtype), rank, size, dtype)
+def test_results_are_the_same_in_any_way(cp, maker, dtype):
+    check_ways(cp, maker, maker(SHAPES, dtype), dtype)
 
 
-@ALL
+@ANY
 def test_inputs_and_results_of_any_float_dtype(cp, maker, size):
     reducer = maker(SHAPES)
     for dtype in ("float16", "float64"):
@@ -118,7 +126,7 @@ def test_inputs_and_results_of_any_float_dtype(cp, maker, size):
         assert all(a.dtype == dtype and (a.get() == size).all() for a in out.values())
 
 
-@ALL
+@ANY
 def test_on_streams_of_the_callers(cp, maker, rank, size):
     reducer = maker(SHAPES)
     for call in range(4):
@@ -133,7 +141,7 @@ def test_on_streams_of_the_callers(cp, maker, rank, size):
             check(maker, out, parts, np.float32)
 
 
-@ALL
+@ANY
 def test_streams_may_change_from_call_to_call(cp, maker, rank, size):
     reducer, outs, streams = maker(SHAPES), [], []
     for call in range(4):
@@ -209,7 +217,7 @@ def test_what_was_started_does_not_outlive_a_failure(cp, waits, maker, rank, siz
 
 @ALL
 def test_a_device_that_fails_in_start_is_an_error_on_this_rank(
-    cp, maker, rank, size, monkeypatch
+    cp, maker, size, monkeypatch
 ):
     def fails(name):
         raise DeviceUnavailableError("no compiler")
@@ -228,9 +236,7 @@ def test_a_device_that_fails_in_start_is_an_error_on_this_rank(
 
 @ALL
 @pytest.mark.parametrize("bound", [200, 1 << 20])
-def test_memory_is_pinned_where_it_pays(
-    cp, pinned, maker, rank, size, monkeypatch, bound
-):
+def test_memory_is_pinned_where_it_pays(cp, pinned, maker, rank, monkeypatch, bound):
     monkeypatch.setattr(device_exchange, "_PIN", bound)
     reducer = maker({"x": (5000,)})
     mine = {"x": cp.full((5000,), float(rank), np.float32)}
@@ -244,7 +250,7 @@ def test_memory_is_pinned_where_it_pays(
 
 @ALL
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_free_releases_the_memory_of_the_device(cp, pinned, maker, rank, dtype):
+def test_free_releases_the_memory_of_the_device(cp, pinned, maker, dtype):
     mine, pool = empty_like(cp, SHAPES, dtype), cp.get_default_memory_pool()
     gc.collect()
     before = pool.used_bytes()
@@ -261,7 +267,7 @@ def test_free_releases_the_memory_of_the_device(cp, pinned, maker, rank, dtype):
     assert not pinned
 
 
-@ALL
+@ANY
 def test_free_waits_for_results(cp, waits, maker, rank, size):
     reducer, parts = maker(SHAPES), parts_of(SHAPES, size, 1, dtype=np.float32)
     first = empty_like(cp, SHAPES, np.float32)
@@ -299,7 +305,7 @@ def test_an_mpi_that_takes_device_memory_gets_it(
         check(maker, found, parts, dtype, mean=kind == "MEAN")
         assert comm.given == (call + 1) * buckets
     assert not any(array.any() for array in reducer.arrays().values())
-    check_ways(cp, maker, reducer, rank, size, dtype, mean=kind == "MEAN")
+    check_ways(cp, maker, reducer, dtype, mean=kind == "MEAN")
 
 
 @FLAT
@@ -322,11 +328,8 @@ def test_no_rank_enters_a_blocking_call_before_all_have_arrived(
     reducer = maker({"x": (900,)}, cuda_aware=True)
     given, mine = Aware.of(reducer), {"x": cp.ones(900, np.float32)}
     reducer.reduce(mine, out=mine)
-    before, error = given.given, None
-    with times_out_without(comm, size - 1):
-        if rank != size - 1:
-            error = raised(reducer.reduce, mine, out=mine)
-    meet()
+    before = given.given
+    error = missed_by(size - 1, comm, reducer.reduce, mine, out=mine)
 
     assert given.given == before
     if rank != size - 1:
@@ -479,7 +482,7 @@ def test_bad_arrays_are_found_where_good_ones_lay(cp, maker, rank, size, where):
     check(reducer.reduce(mine, out=out))
 
 
-@EACH
+@ANY
 def test_the_same_array_under_other_names(cp, maker):
     reducer = maker({"x": (900,), "y": (900,)})
     array, out = cp.ones(900, np.float32), cp.zeros(900, np.float32)

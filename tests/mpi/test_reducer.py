@@ -45,7 +45,7 @@ def test_arrays_are_the_layouts_and_results_wide(maker):
 
 
 @ALL
-def test_whose_memory_arrays_and_results_are(maker, rank, size):
+def test_whose_memory_arrays_and_results_are(maker, rank):
     reducer = maker(SHAPES)
     results = reducer.results()
     # They are read-only, and always the same memory.
@@ -81,7 +81,7 @@ def test_whose_memory_arrays_and_results_are(maker, rank, size):
 
 
 @ALL
-def test_steps_are_numbers_of_any_size_and_kind(maker, size):
+def test_steps_are_numbers_of_any_size_and_kind(maker):
     shapes = {str(n): (3,) for n in range(70)}
     reducer = maker(shapes)
     for step in 2**62, -(2**62), np.int64(7), np.int64(2**62):

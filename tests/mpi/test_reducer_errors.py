@@ -20,7 +20,11 @@ pytestmark = pytest.mark.any_size
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"schedule": "ring"}, InvalidArgumentError, "schedule must be one of"),
+        (
+            {"schedule": "ring"},
+            InvalidArgumentError,
+            "one of .*'auto', 'shared', 'hier",
+        ),
         ({"schedule": None}, InvalidArgumentError, "schedule must be one of"),
         ({"reduction_type": "mean"}, InvalidArgumentError, "reduction_type must be"),
         ({"reduction_type": "MAX"}, InvalidArgumentError, "reduction_type must be"),
@@ -31,7 +35,12 @@ pytestmark = pytest.mark.any_size
         (
             {"wire_dtype": "float16", "schedule": "flat"},
             InvalidArgumentError,
-            "not 'flat'",
+            "for schedule 'auto', 'shared' or 'hierarchical', not 'flat'",
+        ),
+        (
+            {"cuda_aware": True},
+            InvalidArgumentError,
+            "for schedule 'flat', got 'auto': the others",
         ),
         ({"bucket_bytes": 1023}, InvalidArgumentError, "bucket_bytes must be 1024 to"),
         ({"bucket_bytes": 2**31}, InvalidArgumentError, "bucket_bytes must be"),
@@ -174,7 +183,7 @@ def test_other_arguments_that_do_not_fit_are_refused_on_all(maker, rank, size):
 
 
 @EACH
-def test_start_refuses_on_this_rank_and_changes_nothing(maker, rank, size):
+def test_start_refuses_on_this_rank_and_changes_nothing(maker, size):
     reducer = maker(SHAPES)
     reducer.start("y", ONES["y"])
     for given, message in WRONG.values():

@@ -20,7 +20,7 @@ from hpcaccum import (
 from hpcaccum.reducer import waiting
 from hpcaccum.spans import Recorder, recorded_by
 
-from .expiring import times_out_without
+from .expiring import missed_by
 from .reducing import EACH, NODES, ONES, SHAPES, Maker
 from .support import for_some_pause
 from .training import meet, raised
@@ -92,13 +92,10 @@ def test_a_rank_that_does_not_arrive_is_named(comm, maker, rank, size, which, ca
     late = 0 if which == "first" else size - 1
     reducer = maker(SHAPES)
     call(reducer)
-    with times_out_without(comm, late):
-        error = raised(call, reducer) if rank != late else None
-    again = raised(call, reducer) if rank != late else None
-    started = raised(reducer.start, "x") if rank != late else None
-    meet()
+    error = missed_by(late, comm, call, reducer)
 
     if rank != late:
+        again, started = raised(call, reducer), raised(reducer.start, "x")
         assert type(error) is WaitTimeoutError
         assert type(again) is type(started) is BrokenObjectError
         wanted = (
@@ -114,9 +111,7 @@ def test_only_late_ranks_are_named(comm, maker, rank, size):
     reducer = maker(SHAPES)
     ways = [copying, in_place, starting]
     ways[rank % 3](reducer)
-    with times_out_without(comm, 1):
-        error = raised(ways[rank % 3], reducer) if rank != 1 else None
-    meet()
+    error = missed_by(1, comm, ways[rank % 3], reducer)
 
     if rank != 1:
         assert f"for rank 1 of {size} to make" in str(error)
@@ -130,9 +125,7 @@ def test_inputs_of_a_call_that_was_given_up_are_not_in_later_sums(
     for late in (0, size - 1):
         given_up = Maker(comm, kind)
         reducer = given_up(SHAPES)
-        with times_out_without(comm, late):
-            error = raised(copying, reducer) if rank != late else None
-        meet()
+        error = missed_by(late, comm, copying, reducer)
         given_up.free()
         assert rank == late or type(error) is WaitTimeoutError
     # MPI may give the identity of a communicator that was freed to another one.
@@ -147,7 +140,7 @@ def test_inputs_of_a_call_that_was_given_up_are_not_in_later_sums(
 
 @EACH
 @pytest.mark.ranks(min=2)
-def test_every_wait_is_in_a_trace_with_its_call(maker, rank, size):
+def test_every_wait_is_in_a_trace_with_its_call(maker, rank):
     reducer, calls = maker(SHAPES), itertools.count(1)
 
     def waits_for_rank_0(seconds):
@@ -165,15 +158,13 @@ def test_every_wait_is_in_a_trace_with_its_call(maker, rank, size):
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("schedule", ["flat", "shared"])
-def test_what_mpi_uses_outlives_a_call_that_was_given_up(comm, rank, schedule):
+def test_what_mpi_uses_outlives_a_call_that_was_given_up(comm, schedule):
     group = group_of(comm)
     if schedule == "shared" and not group.single_node:
         pytest.skip("the ranks are on several nodes")
     reducer = Reducer(Layout(SHAPES, "float32"), comm, schedule=schedule)
     made = weakref.ref(reducer._schedule)
-    with times_out_without(comm, 0):
-        error = raised(reducer.reduce, ONES) if rank else None
-    meet()
+    error = missed_by(0, comm, reducer.reduce, ONES)
     reducer.free()
     del reducer, error
     gc.collect()

@@ -10,9 +10,8 @@ from hpcaccum import Layout, Reducer
 from hpcaccum.reducer import selection
 from hpcaccum.reducer.schedule import MessageSchedule
 
-from .reducing import KINDS, SHAPES, SMALL, Maker, check, parts_of
-from .test_schedules import SHAPES as VARIED
-from .test_schedules import WAYS
+from .reducing import OPTIONS, SHAPES, SMALL, Maker
+from .test_schedules import check_all_ways
 
 pytestmark = pytest.mark.any_size
 
@@ -54,7 +53,7 @@ def toy(monkeypatch):
 
 @pytest.fixture
 def maker(comm, monkeypatch):
-    monkeypatch.setitem(KINDS, "toy", {"schedule": "toy", "bucket_bytes": SMALL})
+    monkeypatch.setitem(OPTIONS, "toy", {"schedule": "toy", "bucket_bytes": SMALL})
     maker = Maker(comm, "toy")
     maker.nodes = [range(comm.size)]
     yield maker
@@ -86,12 +85,5 @@ def test_it_is_not_selected_by_auto_unless_it_is_preferred(comm, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float64", ml_dtypes.bfloat16], ids=str)
-def test_its_means_equal_numpy_however_ranks_contribute(maker, rank, size, dtype):
-    reducer = maker(VARIED, dtype)
-    for call, way in enumerate(WAYS):
-        parts = parts_of(VARIED, size, call, dtype=dtype)
-        check(maker, way(reducer, parts[rank]), parts, dtype)
-    for call in range(6):
-        parts = parts_of(VARIED, size, 100 + call, dtype=dtype)
-        way = WAYS[(3 * rank + 7 * call) % len(WAYS)]
-        check(maker, way(reducer, parts[rank]), parts, dtype)
+def test_its_means_equal_numpy_however_ranks_contribute(maker, dtype):
+    check_all_ways(maker, dtype)

@@ -117,21 +117,32 @@ WAYS = [
 ]
 
 
+def check_ways(
+    maker, reducer, ways, shapes=SHAPES, dtype=np.float32, first=0, **options
+):
+    """Compare calls, each in the next way and with other arrays."""
+    rank, size = maker.group.rank, maker.group.size
+    for call, way in enumerate(ways, first):
+        parts = parts_of(shapes, size, call, dtype=dtype)
+        check(maker, way(reducer, parts[rank]), parts, dtype, **options)
+
+
+def check_all_ways(maker, dtype, alike=WAYS):
+    """Compare calls that all ranks make alike, then those of each rank in its way."""
+    reducer, rank = maker(SHAPES, dtype), maker.group.rank
+    check_ways(maker, reducer, alike, dtype=dtype)
+    own = [WAYS[(3 * rank + 7 * call) % len(WAYS)] for call in range(6)]
+    check_ways(maker, reducer, own, dtype=dtype, first=100)
+
+
 @ALL
 @pytest.mark.parametrize(
     "dtype", ["float32", "float64", "float16", ml_dtypes.bfloat16], ids=str
 )
-def test_means_equal_numpy_however_ranks_contribute(maker, rank, size, dtype):
-    reducer = maker(SHAPES, dtype)
+def test_means_equal_numpy_however_ranks_contribute(maker, dtype):
     # Which memory is copied where does not depend on the dtype.
-    for call, way in enumerate(WAYS if dtype == "float32" else [in_place, over_itself]):
-        parts = parts_of(SHAPES, size, call, dtype=dtype)
-        check(maker, way(reducer, parts[rank]), parts, dtype)
-    # Each rank in another way.
-    for call in range(6):
-        parts = parts_of(SHAPES, size, 100 + call, dtype=dtype)
-        way = WAYS[(3 * rank + 7 * call) % len(WAYS)]
-        check(maker, way(reducer, parts[rank]), parts, dtype)
+    alike = WAYS if dtype == "float32" else [in_place, over_itself]
+    check_all_ways(maker, dtype, alike)
 
 
 @ALL
@@ -167,13 +178,12 @@ def test_integers_and_booleans_are_converted_to_floats(maker, rank, size):
 # Elements: of one bucket and of several, with and without a short one, and stripes
 # that are empty or short.
 @pytest.mark.parametrize("length", [1, 3, 257, 3 * 256, 4 * 256 - 1])
-def test_any_number_of_buckets(maker, rank, size, length):
+def test_any_number_of_buckets(maker, length):
     shapes = {"x": (length,)}
     reducer = maker(shapes)
     assert reducer.statistics().buckets == -(-(-(-length // 16) * 16) // 256)
-    for call, way in enumerate([copied, in_place, over_itself, copied, one_by_one]):
-        parts = parts_of(shapes, size, call, length, dtype=np.float32)
-        check(maker, way(reducer, parts[rank]), parts, np.float32)
+    ways = copied, in_place, over_itself, copied, one_by_one
+    check_ways(maker, reducer, ways, shapes)
 
 
 @ALL
@@ -207,13 +217,11 @@ def test_the_same_bits_every_time_and_everywhere(maker, rank):
     ["hierarchical apart", "hierarchical singles", "hierarchical uneven"],
     indirect=True,
 )
-def test_nodes_of_any_size_and_order(maker, rank, size):
+def test_nodes_of_any_size_and_order(maker):
     reducer = maker(SHAPES)
     statistics = reducer.statistics()
     assert (statistics.schedule, statistics.nodes) == ("hierarchical", len(maker.nodes))
-    for call, way in enumerate(WAYS):
-        parts = parts_of(SHAPES, size, call, dtype=np.float32)
-        check(maker, way(reducer, parts[rank]), parts, np.float32)
+    check_ways(maker, reducer, WAYS)
 
 
 @pytest.mark.parametrize(
@@ -227,18 +235,16 @@ def test_nodes_of_any_size_and_order(maker, rank, size):
     ids=str,
 )
 @pytest.mark.ranks(min=2)
-def test_sums_travel_in_the_wire_format(maker, rank, size, wire, dtype):
+def test_sums_travel_in_the_wire_format(maker, wire, dtype):
     reducer = maker(SHAPES, dtype, wire_dtype=wire)
     assert reducer.statistics().wire_dtype == str(np.dtype(wire))
-    for call, way in enumerate([copied, in_place, over_itself, one_by_one]):
-        parts = parts_of(SHAPES, size, call, dtype=dtype)
-        found = way(reducer, parts[rank])
-        check(maker, found, parts, dtype, wire=wire)
-    assert len(set(meet(found["large"].tobytes()))) == 1
+    ways = copied, in_place, over_itself, one_by_one
+    check_ways(maker, reducer, ways, dtype=dtype, wire=wire)
+    assert len(set(meet(reducer.results()["large"].tobytes()))) == 1
 
 
 @ALL
-def test_infinity_and_nan_are_summed_like_other_numbers(maker, rank, size):
+def test_infinity_and_nan_are_summed_like_other_numbers(maker, rank):
     reducer = maker({"x": (400,)}, "float32")
     mine = np.ones(400, np.float32)
     mine[:3] = np.inf, -np.inf if rank == 0 else np.inf, np.nan
@@ -253,7 +259,7 @@ def test_infinity_and_nan_are_summed_like_other_numbers(maker, rank, size):
 
 
 @ALL
-def test_an_overflow_becomes_infinity(maker, size):
+def test_an_overflow_becomes_infinity(maker):
     reducer = maker({"x": (300,)}, reduction_type="SUM")
     out = {"x": np.zeros(300, np.float16)}
     found = reducer.reduce({"x": np.full(300, 1e300)}, out=out)

@@ -1,15 +1,15 @@
 """The parts of ``hpcaccum train``: data and loop, without the command line."""
 
 import argparse
-import itertools
 
 import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum.train.data import batches, load, prepare
+from hpcaccum.train.data import load, prepare
 from hpcaccum.train.loop import Run
 from hpcaccum.train.options import PERIODIC, STRATEGIES, add_arguments, resolve
+from hpcaccum.train.saving import Saver
 
 pytestmark = pytest.mark.any_size
 
@@ -53,26 +53,10 @@ def test_bad_data_is_an_error_on_all_ranks(comm, tmp_path):
         load(path, hpc.group_of(comm))
 
 
-def test_ranks_share_an_epoch_without_gap_or_overlap(blobs):
-    seen = []
-    for rank in range(4):
-        own = batches(blobs, 10, rank, 4, seed=3)
-        seen += [x for x, _ in itertools.islice(own, 6)]  # 60 of 240 samples
-
-    assert {len(x) for x in seen} == {10}
-    assert len(np.unique(np.concatenate(seen), axis=0)) == 240
-
-
-def test_a_batch_may_be_larger_than_a_ranks_share(blobs):
-    x, y = next(batches(blobs, 500, 1, 4, seed=0))
-
-    assert x.shape == (500, 3)
-    assert y.shape == (500,)
-
-
 def train(strategy, chosen, blobs, comm, show):
+    saver = Saver(chosen, comm.rank, blobs)
     with hpc.Stopping(comm, signals=False) as stop:
-        return Run(strategy, chosen, blobs, hpc.group_of(comm), show, stop)()
+        return Run(strategy, chosen, blobs, hpc.group_of(comm), show, stop, saver)()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -13,6 +13,7 @@ import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -140,6 +141,25 @@ def mpirun(mpiexec: str, mpi_environment: dict[str, str]) -> Run:
         return run_program(
             command, timeout=timeout, cwd=cwd, env=mpi_environment | (env or {})
         )
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def patched(mpirun: Run) -> Run:
+    """Run ``hpcaccum`` with some words on some ranks, after lines of Python in each."""
+
+    def run(
+        ranks: int, before: str, *words: str | Path, cwd: Path, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        program = cwd / "patched.py"
+        program.write_text(
+            f"import sys\n{before}\n"
+            "from hpcaccum.cli import main\n"
+            "if __name__ == '__main__':\n"
+            "    sys.exit(main())\n"
+        )
+        return mpirun(ranks, program, *words, cwd=cwd, **options)
 
     return run
 

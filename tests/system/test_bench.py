@@ -17,29 +17,22 @@ TIMES = ["min_us", "median_us", "max_us"]
 
 
 @pytest.fixture
-def bench(mpirun, tmp_path):
+def bench(patched, tmp_path):
     """Run ``hpcaccum bench`` on some ranks, in an empty directory."""
-    return functools.partial(run_bench, mpirun, tmp_path)
+    return functools.partial(run_bench, patched, tmp_path)
 
 
-def run_bench(mpirun, directory, ranks, *options, status=0, before=""):
-    script = directory / "script.py"
-    script.write_text(
-        f"import sys\n{before}\n"
-        "from hpcaccum.cli import main\n"
-        "if __name__ == '__main__':\n"
-        "    sys.exit(main())\n"
-    )
-    result = mpirun(ranks, script, "bench", *options, cwd=directory)
-    assert status is None or result.returncode == status, result.stdout
+def run_bench(patched, directory, ranks, *options, status=0, before=""):
+    result = patched(ranks, before, "bench", *options, cwd=directory)
+    assert result.returncode == status, result.stdout
     return result.stdout
 
 
 @pytest.fixture(scope="module")
-def measured(mpirun, tmp_path_factory):
+def measured(patched, tmp_path_factory):
     """The file of an allreduce on 2 ranks."""
     directory = tmp_path_factory.mktemp("measured")
-    run_bench(mpirun, directory, 2, "allreduce", *QUICK, "--json", "rows.json")
+    run_bench(patched, directory, 2, "allreduce", *QUICK, "--json", "rows.json")
     return directory / "rows.json"
 
 

@@ -16,9 +16,8 @@ SLOW = "--straggler", "0:20", "--straggler", "1:20"
 
 # Asks one rank with a signal, shortly after the training has begun.
 ASKING = """
-import os, signal, sys, threading, time
+import os, signal, threading, time
 from mpi4py import MPI
-from hpcaccum.cli import main
 
 def ask():
     while signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None):
@@ -26,18 +25,14 @@ def ask():
     time.sleep(0.3)
     os.kill(os.getpid(), signal.{name})
 
-if __name__ == "__main__":
-    if MPI.COMM_WORLD.rank == {rank}:
-        threading.Thread(target=ask, daemon=True).start()
-    sys.exit(main())
+if MPI.COMM_WORLD.rank == {rank}:
+    threading.Thread(target=ask, daemon=True).start()
 """
-
 
 # Asks one rank while the data are read, when MPICH would ignore the signal.
 EARLY = """
-import os, signal, sys
+import os, signal
 from mpi4py import MPI
-from hpcaccum.cli import main
 from hpcaccum.train import command
 
 def load(*args, read=command.load):
@@ -45,41 +40,31 @@ def load(*args, read=command.load):
         os.kill(os.getpid(), signal.SIGUSR1)
     return read(*args)
 
-if __name__ == "__main__":
-    command.load = load
-    sys.exit(main())
+command.load = load
 """
 
 # Asks one rank when Python has restored its own handlers of signals, at its end.
 LATE = """
-import os, signal, sys
+import os, signal
 from mpi4py import MPI
-from hpcaccum.cli import main
 
 class Ask:
     def __del__(self, kill=os.kill, process=os.getpid(), number=signal.SIGUSR1):
         kill(process, number)
 
-if __name__ == "__main__":
-    if MPI.COMM_WORLD.rank == 1:
-        late = Ask()
-    sys.exit(main())
+if MPI.COMM_WORLD.rank == 1:
+    late = Ask()
 """
 
 
 @pytest.fixture
-def train(mpirun, tmp_path, digits):
+def train(patched, tmp_path, digits):
     """Run ``hpcaccum train`` on two ranks; return what it shows."""
 
-    def run(*options, status=0, name=None, rank=1):
-        program = ["-m", "hpcaccum"]
-        if name is not None:
-            path = tmp_path / "program.py"
-            path.write_text(ASKING.format(name=name, rank=rank))
-            program = [path]
-        env = {"REQUEUE_FILE": "requeue"}
+    def run(*options, status=0, before=""):
         words = "train", *COMMON, "--data", digits, *options
-        result = mpirun(2, *program, *words, cwd=tmp_path, env=env)
+        env = {"REQUEUE_FILE": "requeue"}
+        result = patched(2, before, *words, cwd=tmp_path, env=env)
         assert result.returncode == status, result.stdout
         assert "Traceback" not in result.stdout
         return result.stdout
@@ -97,7 +82,8 @@ def test_a_stopped_run_that_goes_on_has_the_bits_of_one(
 ):
     options = "--strategy", *strategy.split(), "--optimizer", "momentum"
     train(*options, "--save", "whole")
-    shown = train(*options, *SLOW, "--save", "parts", name=name, status=os.EX_TEMPFAIL)
+    asked = {"before": ASKING.format(name=name, rank=1), "status": os.EX_TEMPFAIL}
+    shown = train(*options, *SLOW, "--save", "parts", **asked)
     step = checkpoint.load(tmp_path / "parts")["step"]
     train(*options, "--save", "parts", "--resume")
     whole, parts = (checkpoint.load(tmp_path / each) for each in ("whole", "parts"))
@@ -118,7 +104,8 @@ def test_a_stopped_run_that_goes_on_has_the_bits_of_one(
 )
 def test_any_rank_stops_all(train, tmp_path, strategy, rank):
     options = "--strategy", *strategy.split(), "--save", "saved", "--trace", "t.json"
-    train(*options, *SLOW, name="SIGTERM", rank=rank, status=os.EX_TEMPFAIL)
+    asked = ASKING.format(name="SIGTERM", rank=rank)
+    train(*options, *SLOW, before=asked, status=os.EX_TEMPFAIL)
     assert '"name":"compute"' in (tmp_path / "t.json").read_text()
     found = checkpoint.load(tmp_path / "saved")
     tally = found["optimizer"]["tally"]
@@ -130,23 +117,15 @@ def test_any_rank_stops_all(train, tmp_path, strategy, rank):
         assert sum(tally["accepted"]) == found["step"]
 
 
-def test_a_request_before_the_training_counts(mpirun, tmp_path, digits):
-    program = tmp_path / "program.py"
-    program.write_text(EARLY)
-    words = "train", *COMMON, *SLOW, "--data", digits, "--strategy", "sync-replicas"
-    result = mpirun(2, program, *words, cwd=tmp_path)
+def test_a_request_before_the_training_counts(train):
+    words = *SLOW, "--strategy", "sync-replicas"
+    shown = train(*words, before=EARLY, status=os.EX_TEMPFAIL)
 
-    assert result.returncode == os.EX_TEMPFAIL, result.stdout
-    assert "asked to stop: training ends here" in result.stdout
+    assert "asked to stop: training ends here" in shown
 
 
-def test_a_request_after_the_training_does_not_end_it(mpirun, tmp_path, digits):
-    program = tmp_path / "program.py"
-    program.write_text(LATE)
-    words = "train", "--data", digits, "--strategy", "agn", "--epochs", "1"
-    result = mpirun(2, program, *words, cwd=tmp_path)
-
-    assert result.returncode == 0, result.stdout
+def test_a_request_after_the_training_does_not_end_it(train):
+    train("--strategy", "agn", "--epochs", "1", before=LATE)
 
 
 def test_a_time_limit_needs_no_checkpoint(train):

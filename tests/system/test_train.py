@@ -24,34 +24,10 @@ def train(mpirun, tmp_path):
 
 
 def run_train(mpirun, directory, ranks, *options, status=0, **env):
-    result = mpirun(
-        ranks,
-        "-m",
-        "hpcaccum",
-        "train",
-        *options,
-        cwd=directory,
-        env=env,
-    )
+    words = "-m", "hpcaccum", "train", *options
+    result = mpirun(ranks, *words, cwd=directory, env=env)
     assert result.returncode == status, result.stdout
     return result.stdout
-
-
-@pytest.fixture
-def script(mpirun, tmp_path):
-    """Run a script on some ranks that patches something, then runs the command."""
-
-    def run(ranks, text, *words):
-        path = tmp_path / "script.py"
-        path.write_text(
-            f"import sys\n{text}\n"
-            "from hpcaccum.cli import main\n"
-            "if __name__ == '__main__':\n"
-            "    sys.exit(main())\n"
-        )
-        return mpirun(ranks, path, *words, cwd=tmp_path)
-
-    return run
 
 
 def read(path):
@@ -181,7 +157,9 @@ def test_a_loss_that_is_not_finite_is_a_failure(train, digits):
     assert "Traceback" not in shown
 
 
-def test_a_model_that_diverged_is_drawn_however_long_it_takes(script, tmp_path, digits):
+def test_a_model_that_diverged_is_drawn_however_long_it_takes(
+    patched, tmp_path, digits
+):
     # Longer than the other rank waits for this one when it exits.
     text = """
 import time
@@ -190,7 +168,7 @@ draw = plot.draw
 plot.draw = lambda *args: time.sleep(4) or draw(*args)
 """
     words = "--strategy", "agn", "--epochs", "1", "--rate", "1e20", "--plot", "p.png"
-    result = script(2, text, "train", "--data", digits, *words)
+    result = patched(2, text, "train", "--data", digits, *words, cwd=tmp_path)
 
     assert result.returncode == 1
     assert "picture: p.png" in result.stdout
@@ -241,9 +219,9 @@ def test_ranks_with_different_options_are_reported(mpi_environment, mpiexec, tmp
         ("matplotlib", ["--strategy", "agn", "--plot", "x.png"]),
     ],
 )
-def test_missing_packages_are_named_with_the_cure(module, options, script):
+def test_missing_packages_are_named_with_the_cure(module, options, patched, tmp_path):
     hide = f"sys.modules[{module!r}] = sys.modules['{module}.datasets'] = None"
-    result = script(2, hide, "train", *options)
+    result = patched(2, hide, "train", *options, cwd=tmp_path)
 
     assert result.returncode == 2, result.stdout
     assert result.stdout.count("pip install scikit-learn matplotlib") == 1
@@ -264,9 +242,9 @@ if MPI.COMM_WORLD.rank == 1:
 """
 
 
-def test_an_exit_on_one_rank_ends_the_job(script, samples):
+def test_an_exit_on_one_rank_ends_the_job(patched, tmp_path, samples):
     words = "train", "--strategy", "agn", "--data", samples, "--epochs", "100000"
-    result = script(2, EXITS, *words)
+    result = patched(2, EXITS, *words, cwd=tmp_path)
 
     assert result.returncode != 0
     assert "rank 1: hpcaccum train: ended with status 7" in result.stdout

@@ -44,3 +44,18 @@ def write(path, rows, **facts: Any) -> None:
     facts = {"ranks": 2, "nodes": 1, "mpi": "MPICH", **facts}
     lines = [{**facts, **dataclasses.asdict(each)} for each in rows]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def check_rows(found: list[Row]) -> None:
+    """Check that rows of all kinds of a benchmark fit together."""
+    names = [row.name for row in found]
+    assert len(set(names)) == len(names)
+    for row in found:
+        last = row.max_us if row.p99_us is None else row.p99_us
+        assert 0 < row.min_us <= row.median_us <= last <= row.max_us
+        # All quartiles of three times may be among the ends; the differences of seconds
+        # and those of microseconds are then rounded otherwise.
+        assert 0 <= row.spread_us <= 1.000001 * (row.max_us - row.min_us)
+        assert row.samples >= 3
+        assert row.raw is None or row.raw in names
+    assert {row.reference for row in found} == {True, False}

@@ -61,24 +61,6 @@ def test_shared_memory_needs_one_node():
         selection.choose("nccl", SEVERAL)
 
 
-def check(schedule, wire_dtype=None, cuda_aware=False):
-    selection.check_schedule(schedule, wire_dtype, cuda_aware, "raise", None)
-
-
-def test_names_are_listed_in_messages():
-    with pytest.raises(InvalidArgumentError, match=r"one of .*'auto', 'shared', 'hier"):
-        check("ring")
-    with pytest.raises(
-        InvalidArgumentError,
-        match="for schedule 'auto', 'shared' or 'hierarchical', not 'flat'",
-    ):
-        check("flat", wire_dtype="float16")
-    with pytest.raises(
-        InvalidArgumentError, match="for schedule 'flat', got 'auto': the others"
-    ):
-        check("auto", cuda_aware=True)
-
-
 # Buckets and stripes
 
 

@@ -65,12 +65,30 @@ def test_labels_may_be_any_integers():
     assert data.y_test.tolist() == [0, 0, 1, 1]
 
 
+@pytest.fixture
+def data():
+    """80 samples to train with."""
+    x = np.random.default_rng(2).standard_normal((100, 2))
+    return prepare("made", {"x": x, "y": np.arange(100) % 2})
+
+
+def test_ranks_share_an_epoch_without_gap_or_overlap(data):
+    found = [next(batches(data, 20, rank, 4, seed=3))[0] for rank in range(4)]
+
+    assert [len(x) for x in found] == [20] * 4
+    assert len(np.unique(np.concatenate(found), axis=0)) == 80
+
+
+def test_a_batch_may_be_larger_than_a_ranks_share(data):
+    x, y = next(batches(data, 500, 1, 4, seed=0))
+
+    assert x.shape == (500, 2)
+    assert y.shape == (500,)
+
+
 @pytest.mark.parametrize("batch", [1, 7, 50])
 @pytest.mark.parametrize("start", [0, 1, 5, 29])
-def test_batches_continue_where_an_earlier_job_was(batch, start):
-    rng = np.random.default_rng(2)
-    x, y = rng.standard_normal((100, 2)), np.arange(100) % 2
-    data = prepare("made", {"x": x, "y": y})
+def test_batches_continue_where_an_earlier_job_was(data, batch, start):
     whole = batches(data, batch, 1, 3, seed=4)
     for _ in range(start):
         next(whole)
