@@ -12,11 +12,7 @@ from hpcaccum.torch import adapter
 
 from ..mpi.support import meet
 from ..mpi.training import raised
-from .torch_training import STRATEGIES, SYNCHRONOUS, Model, by_turns, gradient
-
-
-def sgd(model, rate=1.0):
-    return torch.optim.SGD(model.parameters(), rate)
+from .torch_training import STRATEGIES, SYNCHRONOUS, Model, by_turns, gradient, sgd
 
 
 def mean(name, like, at):

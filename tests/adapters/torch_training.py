@@ -39,6 +39,10 @@ def dedicated(kind: str, inner: Any, comm: Any, host: int) -> Any:
     )
 
 
+def sgd(model: torch.nn.Module, rate: float = 1.0) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), rate)
+
+
 class Model(torch.nn.Module):
     """Two parameters, and a loss with given gradients."""
 
