@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..mpi.support import meet
-
 # Threads of a rank would take the cores of the others.
 torch.set_num_threads(1)
 
@@ -59,11 +57,6 @@ def sparse_mean(ranks, step, dtype=torch.float32):
     return torch.sparse_coo_tensor(
         [rows], values, (ROWS, WIDTH), is_coalesced=True, check_invariants=True
     )
-
-
-def check_same(value):
-    everywhere = meet(value.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    assert len(set(everywhere)) == 1
 
 
 class Net(torch.nn.Module):
