@@ -167,15 +167,10 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
     @in_stream
     def _open(self) -> None:
         """Make the exchange, and begin with the values of rank 0. Collective."""
-        self._exchange = self._prepared()
-        self._exchange.initialize(self._rule.own)
+        self._exchange, rule = self._make(), self._rule
+        self._exchange.before_assign = lambda _: rule.reclaim()
+        self._exchange.initialize(rule.own)
         self._buffers.broadcast(self._group, self._what)
-
-    def _prepared(self) -> Any:
-        """Return an exchange that assigns the values of the parameters. Collective."""
-        exchange, rule = self._make(), self._rule
-        exchange.before_assign = lambda _: rule.reclaim()
-        return exchange
 
     def _facts(self, rule: TorchRule) -> Mapping[str, object]:
         """Return what else must be the same on all ranks, as messages name it."""

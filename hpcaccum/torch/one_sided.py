@@ -180,11 +180,9 @@ class OneSided(Adapter):
         self._rule.check_options(groups)
 
     def _restore(self, snapshot: Any, what: str) -> None:
-        self._exchange.free()
         self._gradients.clear()
         # The state of local updates, of AGN, begins anew.
         self.state.clear()
-        self._exchange = self._prepared()
         self._exchange.restore(snapshot, self._rule.own)
 
     def _before_free(self) -> None:
@@ -310,7 +308,6 @@ class LocalSteps(OneSided):
     """
 
     outer: torch.optim.Optimizer
-    _outer_rule: TorchRule | None = None
     _is_local = True
 
     def __init__(
@@ -338,13 +335,10 @@ class LocalSteps(OneSided):
         super().__init__(optimizer, strategy, **options)
 
     def _make(self) -> LocalStepsOptimizer:
-        if self._outer_rule is None:
-            made = self._group.agree(self._what, self._checked_outer, lambda _: {})
-            self.outer, self._outer_rule = made
-            self._saved = self.outer
-        return LocalStepsOptimizer(
-            self._rule, self._outer_rule, comm=self._group, **self._options
-        )
+        made = self._group.agree(self._what, self._checked_outer, lambda _: {})
+        self.outer, rule = made
+        self._saved = self.outer
+        return LocalStepsOptimizer(self._rule, rule, comm=self._group, **self._options)
 
     def _checked_outer(self) -> tuple[torch.optim.Optimizer, TorchRule]:
         parameters = self._rule.parameters

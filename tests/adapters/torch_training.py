@@ -158,7 +158,9 @@ def check_continues(
     opt, module = start(0)
     with opt:
         go_on(opt, module, range(2))
-        state, updates = saved(opt, rank, root), opt.global_step
+        meet()
+        updates = opt.global_step
+        state = saved(opt, rank, root)
         go_on(opt, module, range(2, 4))
     opt, other = start(1)
     with opt:
