@@ -50,6 +50,12 @@ def held(kind, name, module, comm, **options):
     return STRATEGIES[kind](inner, comm, sparse=[module.weight], **options)
 
 
+def check_moved(module, by):
+    """Check that a step of rate 1 has changed the table of rank 0 by a mean."""
+    wanted = table().weight - torch.tensor(by, dtype=torch.float32)
+    torch.testing.assert_close(module.weight, wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("kind", ["CrossShard", *KINDS])
@@ -315,23 +321,18 @@ def test_momentum_that_a_scheduler_sets_is_an_error():
 
 @pytest.mark.ranks(min=2)
 def test_ranks_on_several_nodes(group):
-    module, plain = table(group.rank), table()
-    inner = torch.optim.SGD(module.parameters(), 1.0)
-    with hpt.CrossShard(
-        inner, comm=group, sparse=[module.weight], wire_dtype="bfloat16"
-    ) as opt:
+    module = table(group.rank)
+    with held("CrossShard", "SGD", module, group, wire_dtype="bfloat16") as opt:
         backward(module, group.rank, 0)
         opt.step()
     # Rows travel in their own dtype.
-    mean = torch.tensor(mean_of(range(group.size), 0)[0], dtype=torch.float32)
-    torch.testing.assert_close(module.weight, plain.weight - mean)
+    check_moved(module, mean_of(range(group.size), 0)[0])
 
 
 @pytest.mark.parametrize("sync", [True, False])
 def test_gradients_of_several_passes_are_added(sync, comm, rank, size):
     module = table()
-    inner = torch.optim.SGD(module.parameters(), 1.0)
-    with hpt.CrossShard(inner, comm=comm, sparse=[module.weight]) as opt:
+    with held("CrossShard", "SGD", module, comm) as opt:
         if sync:
             backward(module, rank, 0)
         else:
@@ -339,17 +340,12 @@ def test_gradients_of_several_passes_are_added(sync, comm, rank, size):
                 backward(module, rank, 0)
         backward(module, rank, 2)
         opt.step()
-    mean = mean_of(range(size), 0)[0] + mean_of(range(size), 2)[0]
-    expected = table().weight - torch.tensor(mean, dtype=torch.float32)
-    torch.testing.assert_close(module.weight, expected)
+    check_moved(module, mean_of(range(size), 0)[0] + mean_of(range(size), 2)[0])
 
 
 def test_rows_that_are_not_finite_are_dropped(comm, rank, size):
     module = table()
-    inner = torch.optim.SGD(module.parameters(), 1.0)
-    with hpt.CrossShard(
-        inner, comm=comm, sparse=[module.weight], on_nonfinite="drop"
-    ) as opt:
+    with held("CrossShard", "SGD", module, comm, on_nonfinite="drop") as opt:
         with opt.no_sync():
             backward(module, rank, 0)
         if rank == 0:
@@ -357,26 +353,20 @@ def test_rows_that_are_not_finite_are_dropped(comm, rank, size):
         receipt = opt.step()
         assert receipt.nonfinite == (rank == 0)
         assert opt.global_step == (size > 1)
-    expected = table().weight.detach()
-    if size > 1:
-        expected = expected - torch.tensor(mean_of(range(1, size), 0)[0]).float()
-    else:
-        assert module.weight.grad is None
-    torch.testing.assert_close(module.weight.detach(), expected)
+    check_moved(module, mean_of(range(1, size), 0)[0] if size > 1 else 0.0)
+    assert size > 1 or module.weight.grad is None
 
 
 @pytest.mark.ranks(min=2)
 def test_the_mean_is_over_the_ranks_that_remain(comm, rank, size):
     module = table()
-    inner = torch.optim.SGD(module.parameters(), 1.0)
-    with hpt.CrossShard(inner, comm=comm, sparse=[module.weight]) as opt:
+    with held("CrossShard", "SGD", module, comm) as opt:
         if rank == 0:
             opt.leave()
         else:
             backward(module, rank, 0)
             opt.step()
-    mean = torch.tensor(mean_of(range(1, size), 0)[0]).float()
-    torch.testing.assert_close(module.weight, table().weight - mean)
+    check_moved(module, mean_of(range(1, size), 0)[0])
 
 
 def test_momentum_of_rows_cannot_be_saved(comm, rank):
@@ -391,8 +381,7 @@ def test_momentum_of_rows_cannot_be_saved(comm, rank):
 
 def test_memory_grows_with_the_rows(comm, rank):
     module = torch.nn.Embedding(1 << 16, 32, sparse=True)
-    inner = torch.optim.SGD(module.parameters(), 1.0)
-    with hpt.CrossShard(inner, comm=comm, sparse=[module.weight]) as opt:
+    with held("CrossShard", "SGD", module, comm) as opt:
         tracemalloc.start()
         module(torch.tensor([rank, 7])).sum().backward()
         assert module.weight.grad._nnz() <= 2 * comm.size
@@ -417,8 +406,7 @@ def test_an_array_of_one_rank_is_an_error_on_all(comm, rank, size):
         opt.zero_grad()
         backward(module, rank, 0)
         opt.step()
-    mean = torch.tensor(mean_of(range(size), 0)[0]).float()
-    torch.testing.assert_close(module.weight, table().weight - mean)
+    check_moved(module, mean_of(range(size), 0)[0])
 
 
 def test_what_has_no_rows_is_an_error(comm):
@@ -426,8 +414,7 @@ def test_what_has_no_rows_is_an_error(comm):
     inner = torch.optim.SGD([scale], 1.0)
     error = raised(hpt.CrossShard, inner, comm=comm, sparse=[scale])
     assert "'parameter 0' in sparse= is a number, without rows" in str(error)
-    inner = torch.optim.SGD(module.parameters(), 1.0)
-    with hpt.CrossShard(inner, comm=comm, sparse=[module.weight]) as opt:
+    with held("CrossShard", "SGD", module, comm) as opt:
         module.weight.grad = torch.ones(ROWS, WIDTH).to_sparse(2)
         error = raised(opt.step)
         assert "must be a sparse tensor of rows, got one with 2 sparse" in str(error)

@@ -124,13 +124,13 @@ def test_batches_of_jax_with_a_server(comm, rank, size):
 def test_a_weight_multiplies_the_gradient(comm, size, name):
     model = Model()
     with STRATEGIES[name](sgd(model), comm) as opt:
-        for _ in range(2):
+        for weight in (0.25, None):
             model.zero_grad()
             model.w.sum().backward()
-            opt.step(weight=0.25)
+            opt.step(weight=weight)
     # Two updates of each rank, or one of the mean of two gradients.
-    updates = size * (2 if name == "DropStale" else 1)
-    np.testing.assert_allclose(model.values()["w"], -0.25 * updates)
+    updates = size * (1 if name == "DropStale" else 0.5)
+    np.testing.assert_allclose(model.values()["w"], -1.25 * updates)
 
 
 def test_a_weight_multiplies_the_gradient_of_jax(comm, size):

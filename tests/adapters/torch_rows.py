@@ -10,7 +10,7 @@ torch.set_num_threads(1)
 
 ROWS, WIDTH = 11, 3
 OPTIMIZERS = {
-    "SGD": lambda params: torch.optim.SGD(params, 0.5),
+    "SGD": lambda params: torch.optim.SGD(params, 1.0),
     "Adagrad": lambda params: torch.optim.Adagrad(params, 0.5),
     "SparseAdam": lambda params: torch.optim.SparseAdam(params, 0.1),
 }
