@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
+from hpcaccum.arguments import fitting
 from hpcaccum.errors import InvalidArgumentError, format_ranks
 from hpcaccum.jax.rule import OptaxRule
 from hpcaccum.jax.structure import Structure
@@ -189,16 +190,13 @@ class OneSided(Freeable):
         def take(is_source: bool) -> None:
             if not is_source:
                 return
-            arrays = self._structure.flatten("params", params)
-            pairs = list(zip(self._variables, arrays, strict=True))
-            for var, array in pairs:
-                if array.shape != var.shape:
-                    raise InvalidArgumentError(
-                        f"leaf {var.name} of params must have shape {var.shape}, got "
-                        f"{array.shape}"
-                    )
-            for var, array in pairs:
-                np.copyto(var.value, array)
+            leaves = self._structure.flatten("params", params)
+            arrays = [
+                fitting(f"leaf {var.name} of params", leaf, var.value)
+                for var, leaf in zip(self._variables, leaves, strict=True)
+            ]
+            for var, array in zip(self._variables, arrays, strict=True):
+                np.copyto(var.value, array, casting="same_kind")
 
         self._opt.before_assign = take
         self._opt.assign()
@@ -306,8 +304,10 @@ class SyncReplicas(OneSided):
         lateness: Lateness = None,
         **options: Unpack[Options],
     ) -> None:
-        quorum = {"replicas_to_aggregate": replicas_to_aggregate}
-        strategy = {**quorum, "lateness": lateness}
+        strategy = {
+            "replicas_to_aggregate": replicas_to_aggregate,
+            "lateness": lateness,
+        }
         super().__init__(optax_rule, params, strategy, **options)
 
 

@@ -14,12 +14,7 @@ import torch
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import MPI, Freeable, Group, group_of
 from hpcaccum.torch.buffers import Buffers
-from hpcaccum.torch.gradients import (
-    Gradients,
-    check_capacity,
-    check_needs,
-    names_of,
-)
+from hpcaccum.torch.gradients import Gradients, names_of_sparse
 from hpcaccum.torch.rule import TorchRule
 from hpcaccum.torch.state import check_state, snapshot_of, state_of
 from hpcaccum.torch.tensors import (
@@ -37,7 +32,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.accumulator import Receipt, Tally
-    from hpcaccum.optimizers import Variable
 
 logger = logging.getLogger("hpcaccum")
 
@@ -100,6 +94,8 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
     _root = 0
     # Those that were made; a freed one has no parameters any more.
     _all: ClassVar[weakref.WeakSet[Adapter]] = weakref.WeakSet()
+    # The optimizer whose options and state are saved.
+    _saved: torch.optim.Optimizer
     # Whether `step` is being carried out, in which the optimizer may make its step.
     _steps = False
     # What the gradients of this rank count.
@@ -127,9 +123,7 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
             check_module(module)
             parameters = named_parameters(optimizer, module)
             self._check_unused(parameters)
-            rows = names_of(sparse, parameters)
-            check_capacity(capacity, rows)
-            check_needs(optimizer, parameters, rows)
+            rows = names_of_sparse(sparse, capacity, optimizer, parameters)
             rule = TorchRule(optimizer, parameters, rows, capacity)
             return rule, rows, Buffers(module, parameters.values(), buffers)
 
@@ -144,14 +138,16 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
         )
         # The groups are the same dictionaries.
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.optimizer, self.state = optimizer, optimizer.state
+        self.optimizer = self._saved = optimizer
+        self.state = optimizer.state
         parameters = self._rule.parameters
         self._first = next(iter(parameters.values()))
         self._gradients = Gradients(parameters, rows)
         # Whether backward passes exchange gradients.
         self._syncs = True
         self._open()
-        self._guard = optimizer.register_step_pre_hook(self._refuse)
+        # Of hooks of the optimizer.
+        self._handles = [optimizer.register_step_pre_hook(self._refuse)]
         self._all.add(self)
 
     def _check_unused(self, parameters: Mapping[str, Any]) -> None:
@@ -171,15 +167,10 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
     @in_stream
     def _open(self) -> None:
         """Make the exchange, and begin with the values of rank 0. Collective."""
-        self._exchange = self._prepared()
-        self._exchange.initialize(self._rule.own)
+        self._exchange, rule = self._make(), self._rule
+        self._exchange.before_assign = lambda _: rule.reclaim()
+        self._exchange.initialize(rule.own)
         self._buffers.broadcast(self._group, self._what)
-
-    def _prepared(self) -> Any:
-        """Return an exchange that assigns the values of the parameters. Collective."""
-        exchange, rule = self._make(), self._rule
-        exchange.before_assign = lambda _: rule.reclaim()
-        return exchange
 
     def _facts(self, rule: TorchRule) -> Mapping[str, object]:
         """Return what else must be the same on all ranks, as messages name it."""
@@ -211,31 +202,26 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
                 With a server also, before anything is sent, if the program has changed
                 the values of a parameter: see `assign`.
         """
+        loss, before = None, self._weight
         if weight is not None:
             self._check_weight(weight)
-            with self.weighted(weight):
-                return self._step(closure)
-        return self._step(closure)
+            self._weight = weight
+        try:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._rule._host_options.check()
+            self._rule.reclaim()
+            # Schedulers look for it where they were attached.
+            self.optimizer._opt_called = True
+            self._steps = True
+            receipt = self._update()
+        finally:
+            self._steps, self._weight = False, before
+        return receipt if loss is None else dataclasses.replace(receipt, loss=loss)
 
     def _check_weight(self, weight: float) -> None:
         """Raise InvalidArgumentError if the gradients were exchanged with another."""
-
-    def _step(self, closure: Callable[[], Any] | None) -> Receipt:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._rule._host_options.check()
-        self._rule.reclaim()
-        self._check_values()
-        # Schedulers look for it where they were attached.
-        self.optimizer._opt_called = True
-        self._steps = True
-        try:
-            receipt = self._update()
-        finally:
-            self._steps = False
-        return receipt if loss is None else dataclasses.replace(receipt, loss=loss)
 
     def _refuse(self, *_: Any) -> None:
         """Raise InvalidArgumentError if the program calls `step` of the optimizer."""
@@ -245,10 +231,8 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
                 f"step() would train this rank alone; call step() of the adapter"
             )
 
-    def _check_values(self) -> None:
-        """Raise InvalidArgumentError if values that the program has set would go."""
-
     def _update(self) -> Receipt:
+        """Exchange the gradients, and update the parameters."""
         raise NotImplementedError
 
     def _no_gradient(self) -> InvalidArgumentError:
@@ -293,11 +277,6 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
         super().add_param_group(param_group)
 
     # The state
-
-    @property
-    def _saved(self) -> torch.optim.Optimizer:
-        """The optimizer whose options and state are saved."""
-        return self.optimizer
 
     @in_stream
     def state_dict(self) -> dict[str, Any]:
@@ -356,6 +335,7 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
             group.update({name: saved[name] for name in saved if name != "params"})
         self._restore(snapshot, what)
         self._call_hooks("load_state_dict_post")
+        self._rule.note_values()
 
     @in_stream
     def assign(self) -> None:
@@ -372,6 +352,7 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
                 or device now.
         """
         self._exchange.assign()
+        self._rule.note_values()
 
     def _check_present(self) -> None:
         """Raise InvalidArgumentError if this rank has left and can load no state."""
@@ -415,17 +396,13 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
             InvalidArgumentError: If it is not a parameter of the optimizer.
         """
         several = isinstance(parameter, (list, tuple))
-        wanted = parameter if several else [parameter]
-        copies = self._exchange.center([self._variable(each) for each in wanted])
+        wanted, names = parameter if several else [parameter], self._gradients.names
+        if not names.keys() >= set(wanted):
+            raise InvalidArgumentError(f"{self._what}: it has no such parameter")
+        variables = {var.name: var for var in self._rule.own}
+        copies = self._exchange.center([variables[names[each]] for each in wanted])
         tensors = [tensor_of(each).to(self._first.device) for each in copies]
         return tensors if several else tensors[0]
-
-    def _variable(self, parameter: Any) -> Variable:
-        pairs = zip(self._rule.parameters.values(), self._rule.own, strict=True)
-        for own, var in pairs:
-            if own is parameter:
-                return var
-        raise InvalidArgumentError(f"{self._what}: it has no such parameter")
 
     def sync_buffers(self) -> None:
         """Average or broadcast the buffers of the module. Collective.
@@ -452,6 +429,11 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
 
         Afterwards the parameters of all ranks are those of the last update.
         `global_step`, `statistics` and `center` remain available.
+
+        Raises:
+            InvalidArgumentError: With a server, on every rank, if the program has
+                changed parameters of one rank since its last `step`; call `assign`
+                first.
         """
         if self._exchange.freed:
             return
@@ -459,7 +441,8 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
         self.sync_buffers()
         self._exchange.free()
         self._gradients.remove_hooks()
-        self._guard.remove()
+        for handle in self._handles:
+            handle.remove()
 
     def _before_free(self) -> None:
         """Do what must be done before ranks wait for each other."""

@@ -15,6 +15,7 @@ from hpcaccum.optimizers import CrossShardOptimizer
 from hpcaccum.optimizers.slices import exchanged, with_sums
 from hpcaccum.torch.adapter import Adapter, in_stream
 from hpcaccum.torch.buffers import AVERAGE
+from hpcaccum.torch.gradients import dense
 from hpcaccum.torch.tensors import is_cuda, numpy_name
 
 if TYPE_CHECKING:
@@ -112,12 +113,9 @@ class CrossShard(Adapter):
     @in_stream
     def _open(self) -> None:
         super()._open()
+        self._shard: ShardReducer = self._exchange._any_shard()
         # Memory for means on a device, which replace the gradients instead.
         release(self._exchange._sums)
-
-    @property
-    def _shard(self) -> ShardReducer:
-        return self._exchange._any_shard()  # type: ignore[no-any-return]
 
     @in_stream
     def _on_gradient(self, parameter: Any) -> None:
@@ -141,12 +139,13 @@ class CrossShard(Adapter):
         if parameter.grad is None:
             # A function has returned None for it.
             return
-        if self._gradients.names[parameter] in self._shard.started:
+        name = self._gradients.names[parameter]
+        if name in self._shard.started:
             # An error has ended the pass in which it was.
             self._discard()
         # How many rows there are is known when all gradients are.
         elif self._gradients.is_final(parameter):
-            self._shard.start(*self._gradients.dense(parameter), self._weight)
+            self._shard.start(name, dense(name, parameter.grad), self._weight)
 
     def _discard(self) -> None:
         """Do not use what a pass has started that an error has ended."""

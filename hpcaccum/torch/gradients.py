@@ -56,17 +56,12 @@ class Gradients:
         last = next(reversed(hook.hooks_dict_ref()))
         return self.names[parameter] not in self._sparse and last == hook.id
 
-    def dense(self, parameter: Any) -> tuple[str, Array]:
-        """Return the name and the gradient of a parameter that is not sparse."""
-        name = self.names[parameter]
-        return name, _array(name, parameter.grad)
-
     def found(self) -> dict[str, Gradient]:
         """Return the gradients that there are, by name: arrays, or rows if sparse."""
         return {
             name: slices_of(name, parameter.grad)
             if name in self._sparse
-            else _array(name, parameter.grad)
+            else dense(name, parameter.grad)
             for name, parameter in self._parameters.items()
             if parameter.grad is not None
         }
@@ -108,7 +103,8 @@ def _hook(parameter: Any, call: Callable[[Any], None]) -> Any:
     return handle
 
 
-def _array(name: str, grad: Any) -> Array:
+def dense(name: str, grad: Any) -> Array:
+    """Return a gradient that is not sparse."""
     if grad.layout != torch.strided:
         raise InvalidArgumentError(
             f"the gradient of {name!r} is sparse; name this parameter in sparse=[...] "
@@ -120,11 +116,17 @@ def _array(name: str, grad: Any) -> Array:
 # Sparse gradients, of some rows of a parameter
 
 
-def names_of(sparse: Iterable[Any], parameters: Mapping[str, Any]) -> list[str]:
-    """Return the names of the parameters whose gradients are sparse."""
+def names_of_sparse(
+    sparse: Any, capacity: Any, optimizer: Any, parameters: Mapping[str, Any]
+) -> list[str]:
+    """Return the names of the parameters whose gradients are sparse; check options."""
+    if isinstance(sparse, torch.Tensor) or not isinstance(sparse, Iterable):
+        raise TypeError(
+            f"sparse must be a list of parameters, got {type(sparse).__name__}"
+        )
     names = {id(parameter): name for name, parameter in parameters.items()}
     found = []
-    for place, parameter in enumerate(_tensors(sparse)):
+    for place, parameter in enumerate(sparse):
         if (name := names.get(id(parameter))) is None:
             raise InvalidArgumentError(
                 f"sparse[{place}] is not a parameter of the optimizer"
@@ -132,34 +134,17 @@ def names_of(sparse: Iterable[Any], parameters: Mapping[str, Any]) -> list[str]:
         if not parameter.ndim:
             raise InvalidArgumentError(f"{name!r} in sparse= is a number, without rows")
         found.append(name)
-    return found
-
-
-def _tensors(sparse: Any) -> list[Any]:
-    if isinstance(sparse, torch.Tensor) or not isinstance(sparse, Iterable):
-        raise TypeError(
-            f"sparse must be a list of parameters, got {type(sparse).__name__}"
-        )
-    return list(sparse)
-
-
-def check_needs(optimizer: Any, names: Mapping[str, Any], sparse: list[str]) -> None:
-    """Raise InvalidArgumentError if an optimizer gets gradients that it cannot use."""
-    dense = [name for name in names if name not in sparse]
-    if dense and isinstance(optimizer, torch.optim.SparseAdam):
+    if capacity is not None:
+        if not found:
+            raise InvalidArgumentError("capacity needs parameters in sparse=[...]")
+        positive_count(capacity, "capacity")
+    others = [name for name in parameters if name not in found]
+    if others and isinstance(optimizer, torch.optim.SparseAdam):
         raise InvalidArgumentError(
-            f"SparseAdam needs sparse gradients, and {dense[0]!r} has none: name all "
+            f"SparseAdam needs sparse gradients, and {others[0]!r} has none: name all "
             f"of its parameters in sparse=[...]"
         )
-
-
-def check_capacity(capacity: Any, sparse: list[str]) -> None:
-    """Check a maximum number of rows of sparse gradients; None if there is none."""
-    if capacity is None:
-        return
-    if not sparse:
-        raise InvalidArgumentError("capacity needs parameters in sparse=[...]")
-    positive_count(capacity, "capacity")
+    return found
 
 
 def needs_for_rows(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> str | None:

@@ -122,13 +122,14 @@ class OneSided(Adapter):
         # First, as other hooks may change values.
         noted = optimizer.register_step_post_hook(lambda *_: self._rule.note_values())
         optimizer._optimizer_step_post_hooks.move_to_end(noted.id, last=False)
-        self._noted = noted
+        self._handles.append(noted)
         self._rule.note_values()
 
     def _make(self) -> OneSidedOptimizer:
         return self._strategy(self._rule, comm=self._group, **self._options)
 
     def _update(self) -> Receipt:
+        self._rule.check_values()
         if self._is_local:
             return self._apply()
         # Instead of the step of the optimizer, with its hooks.
@@ -153,19 +154,6 @@ class OneSided(Adapter):
             weight=self._weight,
         )
         return receipt
-
-    def _check_values(self) -> None:
-        self._rule.check_values()
-
-    def assign(self) -> None:
-        """Set those of all ranks and of a server; see `Adapter.assign`. Collective."""
-        super().assign()
-        self._rule.note_values()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
-        """Continue from a `state_dict`; see `Adapter.load_state_dict`. Collective."""
-        super().load_state_dict(state_dict)
-        self._rule.note_values()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the parameters, the state and the counts of one step; host only."""
@@ -192,11 +180,9 @@ class OneSided(Adapter):
         self._rule.check_options(groups)
 
     def _restore(self, snapshot: Any, what: str) -> None:
-        self._exchange.free()
         self._gradients.clear()
         # The state of local updates, of AGN, begins anew.
         self.state.clear()
-        self._exchange = self._prepared()
         self._exchange.restore(snapshot, self._rule.own)
 
     def _before_free(self) -> None:
@@ -210,16 +196,6 @@ class OneSided(Adapter):
         except InvalidArgumentError as error:
             failure = error
         self._group.raise_together(f"{self._what}: free", failure)
-
-    def free(self) -> None:
-        """Free it; see `Adapter.free`. Collective.
-
-        Raises:
-            InvalidArgumentError: On every rank, if the program has changed parameters
-                of one rank since its last `step`; call `assign` first.
-        """
-        super().free()
-        self._noted.remove()
 
 
 class SyncReplicas(OneSided):
@@ -246,8 +222,10 @@ class SyncReplicas(OneSided):
         lateness: Lateness = None,
         **options: Unpack[Options],
     ) -> None:
-        quorum = {"replicas_to_aggregate": replicas_to_aggregate}
-        strategy = {**quorum, "lateness": lateness}
+        strategy = {
+            "replicas_to_aggregate": replicas_to_aggregate,
+            "lateness": lateness,
+        }
         super().__init__(optimizer, strategy, **options)
 
 
@@ -330,7 +308,6 @@ class LocalSteps(OneSided):
     """
 
     outer: torch.optim.Optimizer
-    _outer_rule: TorchRule | None = None
     _is_local = True
 
     def __init__(
@@ -358,12 +335,10 @@ class LocalSteps(OneSided):
         super().__init__(optimizer, strategy, **options)
 
     def _make(self) -> LocalStepsOptimizer:
-        if self._outer_rule is None:
-            made = self._group.agree(self._what, self._checked_outer, lambda _: {})
-            self.outer, self._outer_rule = made
-        return LocalStepsOptimizer(
-            self._rule, self._outer_rule, comm=self._group, **self._options
-        )
+        made = self._group.agree(self._what, self._checked_outer, lambda _: {})
+        self.outer, rule = made
+        self._saved = self.outer
+        return LocalStepsOptimizer(self._rule, rule, comm=self._group, **self._options)
 
     def _checked_outer(self) -> tuple[torch.optim.Optimizer, TorchRule]:
         parameters = self._rule.parameters
@@ -375,7 +350,3 @@ class LocalSteps(OneSided):
                 "outer must return an optimizer of all the parameters that it gets"
             )
         return outer, TorchRule(outer, parameters, (), None)
-
-    @property
-    def _saved(self) -> torch.optim.Optimizer:
-        return self.outer

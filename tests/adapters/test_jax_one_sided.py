@@ -136,42 +136,6 @@ def test_drop_stale_applies_each_gradient(make, rank, size):
     same_trees(opt.params, {"w": jnp.full(3, -5.0 * size)})
 
 
-def test_local_steps_push_how_far_they_have_led(comm, rank, size):
-    outer = optax.sgd(0.5, momentum=0.5, nesterov=True)
-    center = {"w": jnp.arange(3.0), "b": [jnp.ones(2)]}
-    state, states = outer.init(center), [RULE.init(center)] * size
-    with hpcaccum.jax.LocalSteps(RULE, outer, center, 2, quorum=size, comm=comm) as opt:
-        trees = [center] * size
-        for number in range(4):
-            tree, receipt = opt.push(grads_of(center, number + rank))
-            assert receipt.sent == number % 2
-            for each in range(size):
-                grads = grads_of(center, number + each)
-                trees[each], states[each] = updated(
-                    RULE, trees[each], states[each], grads
-                )
-            if number % 2:
-                moved = jax.tree.map(
-                    lambda c, *x: sum(c - each for each in x) / size,
-                    center,
-                    *trees,
-                )
-                center, state = updated(outer, center, state, moved)
-                trees = [center] * size
-            jax.tree.map(
-                functools.partial(np.testing.assert_allclose, rtol=1e-5),
-                tree,
-                trees[rank],
-            )
-        assert opt.global_step == 2
-
-
-def test_an_outer_rule_is_checked_on_all_ranks(comm, rank, size):
-    outer = None if rank == size - 1 else optax.sgd(1.0)
-    with pytest.raises(TypeError, match="must be a GradientTransformation"):
-        hpcaccum.jax.LocalSteps(RULE, outer, params(), comm=comm)
-
-
 def test_agn_makes_local_updates(make, comm, rank, size):
     opt = make("AGN", option=3)
     tree, state = params(), RULE.init(params())

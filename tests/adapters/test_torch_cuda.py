@@ -6,7 +6,6 @@ The device is simulated; with -m gpu it is a real one.
 from __future__ import annotations
 
 import copy
-import io
 
 import numpy as np
 import pytest
@@ -19,8 +18,6 @@ from hpcaccum.torch import tensors
 
 from ..common import every_pair
 from ..mpi.on_device import FEW_RANKS, wants_gpu
-from ..mpi.support import meet
-from ..mpi.training import raised
 from .torch_training import (
     ONE_SIDED,
     STRATEGIES,
@@ -28,6 +25,9 @@ from .torch_training import (
     dedicated,
     gradient,
     groups,
+    refused,
+    same_everywhere,
+    saved,
     train,
 )
 
@@ -181,17 +181,6 @@ def test_buffers_and_fixed_parameters(buffers, there, comm, rank, size):
     check_same(modules[1], modules[0])
 
 
-def saved(opt, rank):
-    """Return the state of rank 0 as a file would hold it; None on other ranks."""
-    meet()
-    file = io.BytesIO()
-    if rank == 0:
-        torch.save(opt.state_dict(), file)
-        file.seek(0)
-    meet()
-    return torch.load(file, weights_only=True) if rank == 0 else None
-
-
 @pytest.mark.parametrize("capturable", [False, True])
 @pytest.mark.parametrize("kind", ["CrossShard", "SyncReplicas"])
 def test_a_state_is_loaded_anywhere(kind, capturable, there, comm, rank, size):
@@ -271,8 +260,7 @@ def test_a_dedicated_host_only_serves(kind, there, comm, rank, size):
         else:
             model.backward(rank, 0)
             opt.step()
-    values = meet([value.tobytes() for value in model.values().values()])
-    assert all(each == values[0] for each in values)
+    same_everywhere(model.w, model.b)
     assert model.w.cpu().ne(0).any()
 
 
@@ -298,14 +286,6 @@ def test_some_ranks_may_have_no_device(there, comm, rank, size):
 
 
 # Errors
-
-
-def refused(make):
-    """Return the error of this rank, after all ranks have one of its type."""
-    error = raised(make)
-    assert isinstance(error, Exception), error
-    assert len(set(meet(type(error)))) == 1
-    return error
 
 
 def wrong(there, monkeypatch, case):

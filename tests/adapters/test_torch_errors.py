@@ -8,22 +8,8 @@ import torch
 import hpcaccum as hpc
 import hpcaccum.torch as hpt
 
-from ..mpi.support import meet
 from ..mpi.training import raised
-from .torch_training import STRATEGIES, Model, gradient
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), 1.0)
-
-
-def refused(kind, inner, comm, **options):
-    """Return the error of this rank, after all ranks have one of its type."""
-    error = raised(STRATEGIES[kind], inner, comm, **options)
-    assert isinstance(error, Exception), error
-    assert len(set(meet(type(error)))) == 1
-    return error
-
+from .torch_training import STRATEGIES, Model, gradient, refused, sgd
 
 WRONG = {
     "closure": (lambda: torch.optim.LBFGS(Model().parameters()), "LBFGS calls a"),
@@ -59,7 +45,7 @@ WRONG = {
 def test_an_optimizer_that_cannot_be_used(case, kind, comm, rank):
     make, message = WRONG[case]
     # On one rank only: the others get the error, too.
-    error = refused(kind, make() if rank == 0 else sgd(Model()), comm)
+    error = refused(STRATEGIES[kind], make() if rank == 0 else sgd(Model()), comm)
     assert message in str(error)
     assert rank == 0 or str(error).startswith(f"hpcaccum.torch.{kind}: rank 0: ")
 
@@ -81,7 +67,7 @@ def test_optimizers_that_differ_between_ranks(case, kind, comm, rank):
     model = Model()
     for name, buffer in buffers.items():
         model.register_buffer(name, buffer)
-    error = refused(kind, make(model), comm, module=model)
+    error = refused(STRATEGIES[kind], make(model), comm, module=model)
     assert isinstance(error, hpc.DisagreementError)
     assert "must be the same on all" in str(error)
 
@@ -92,7 +78,7 @@ def test_bad_options(comm):
         ({"module": "model"}, "module must be a torch.nn.Module, got str"),
         ({"buffers": "sum"}, "buffers must be one of"),
     ):
-        assert message in str(refused("CrossShard", inner, comm, **options))
+        assert message in str(refused(hpt.CrossShard, inner, comm=comm, **options))
     for make in (
         lambda: hpt.SyncReplicas(inner, 0, comm=comm),
         lambda: hpt.AGN(inner, 0, comm=comm),
@@ -103,7 +89,7 @@ def test_bad_options(comm):
 
 def test_an_adapter_is_not_wrapped_again(comm):
     with hpt.DropStale(sgd(Model()), 0, comm=comm) as opt:
-        assert "already exchanges gradients" in str(refused("AGN", opt, comm))
+        assert "already exchanges gradients" in str(refused(hpt.AGN, opt, comm=comm))
         with pytest.raises(hpc.InvalidArgumentError, match="cannot be added later"):
             opt.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
 

@@ -12,15 +12,23 @@ from hpcaccum.torch import adapter
 
 from ..mpi.support import meet
 from ..mpi.training import raised
-from .torch_training import STRATEGIES, SYNCHRONOUS, Model, by_turns, gradient
+from .torch_training import (
+    STRATEGIES,
+    SYNCHRONOUS,
+    Model,
+    by_turns,
+    gradient,
+    same_everywhere,
+    sgd,
+)
 
 
-def sgd(model, rate=1.0):
-    return torch.optim.SGD(model.parameters(), rate)
+def total(name, like, at):
+    return sum(gradient(name, like, *each).double() for each in at)
 
 
 def mean(name, like, at):
-    return sum(gradient(name, like, *each).double() for each in at) / len(at)
+    return total(name, like, at) / len(at)
 
 
 def check_values(model, expected):
@@ -205,14 +213,7 @@ def test_frozen_parameters_and_buffers_are_those_of_rank_0(kind, comm, rank):
         opt.step()
         with pytest.raises(hpc.InvalidArgumentError, match="no such parameter"):
             opt.center(model[0].weight)
-    for others in zip(
-        *meet([v.numpy() for v in model.state_dict().values()]), strict=True
-    ):
-        assert all((each == others[0]).all() for each in others)
-
-
-def total(name, like, at):
-    return sum(gradient(name, like, *each).double() for each in at)
+    same_everywhere(*model.state_dict().values())
 
 
 # Parameters that are trained later

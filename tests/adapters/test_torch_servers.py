@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ import hpcaccum.torch as hpt
 
 from ..mpi.on_nodes import group_on_nodes  # noqa: F401
 from ..mpi.support import meet
-from .torch_training import ONE_SIDED, STRATEGIES, Model, groups
+from .torch_training import ONE_SIDED, STRATEGIES, Model, check_continues, groups
 
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
@@ -27,7 +29,7 @@ def leaders(group):
     return [ranks[0] for ranks in reversed(group.nodes)]
 
 
-def train(opt, model, rank, steps):
+def train(rank, opt, model, steps):
     """Make synchronous steps; in step 1, a parameter has no gradient."""
     for step in steps:
         model.backward(rank, step, "w" if step == 1 else "wb")
@@ -39,7 +41,7 @@ def start(name, group, servers, **options):
     model = Model(start=group.rank)
     inner = OPTIMIZERS[name](groups(model))
     opt = hpt.SyncReplicas(inner, group.size, comm=group, servers=servers, **options)
-    return model, opt
+    return opt, model
 
 
 def same(one, other):
@@ -60,15 +62,15 @@ def test_bits_and_state_are_those_of_one_server(name, group):
     servers = leaders(group)
     states, values = [], []
     for each in (servers[0], servers):
-        model, opt = start(name, group, each)
+        opt, model = start(name, group, each)
         # All ranks start with the host's parameters.
         assert model.w.eq(servers[0]).all()
-        train(opt, model, group.rank, range(3))
+        train(group.rank, opt, model, range(3))
         meet()
         if group.rank == servers[0]:
             states.append(opt.state_dict())
         meet()
-        train(opt, model, group.rank, range(3, 4))
+        train(group.rank, opt, model, range(3, 4))
         opt.free()
         values.append(model.values())
 
@@ -84,23 +86,12 @@ def test_bits_and_state_are_those_of_one_server(name, group):
 def test_a_state_continues_on_other_servers(name, group, several):
     servers = leaders(group)
     choices = [servers[0], servers] if several else [servers, servers[0]]
-    model, opt = start(name, group, choices[0])
-    train(opt, model, group.rank, range(2))
-    meet()
-    state = opt.state_dict() if group.rank == servers[0] else None
-    meet()
-    train(opt, model, group.rank, range(2, 4))
-    opt.free()
-
-    other, opt = start(name, group, choices[1])
-    train(opt, other, group.rank, range(1))
-    opt.load_state_dict(state)
-    assert opt.global_step == 2
-    train(opt, other, group.rank, range(2, 4))
-    opt.free()
-
-    assert torch.equal(model.w, other.w)
-    assert torch.equal(model.b, other.b)
+    check_continues(
+        lambda number: start(name, group, choices[number]),
+        functools.partial(train, group.rank),
+        group.rank,
+        servers[0],
+    )
 
 
 @pytest.mark.parametrize("kind", [float, torch.tensor])

@@ -11,11 +11,7 @@ import hpcaccum.torch as hpt
 
 from ..mpi.support import meet
 from ..mpi.training import raised
-from .torch_training import ONE_SIDED, STRATEGIES, Model, gradient
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), 1.0)
+from .torch_training import ONE_SIDED, STRATEGIES, Model, gradient, sgd
 
 
 def unused(model, rank, step):

@@ -17,7 +17,7 @@ from ..common import same_bits
 from ..mpi.on_nodes import group_on_nodes  # noqa: F401
 from ..mpi.reducing import model
 from ..mpi.training import raised
-from .torch_training import Model
+from .torch_training import Model, sgd
 
 # A float32 that half precision cannot hold; sums of them are exact in float32.
 FINE = 1 + 2**-12
@@ -29,41 +29,32 @@ def expected(group, wire):
     return model(parts, group.nodes, np.float32, wire=wire)
 
 
-def backward(module):
-    (FINE * (module.w.sum() + module.b.sum())).backward()
-
-
-def values(module):
+def stepped(comm, wire, leaves=False):
+    """Return the different values of a model after a step."""
+    module = Model()
+    with hpt.CrossShard(sgd(module), comm=comm, wire_dtype=wire) as opt:
+        if leaves:
+            opt.leave()
+        else:
+            (FINE * (module.w.sum() + module.b.sum())).backward()
+            opt.step()
     return np.unique(torch.cat([module.w.flatten(), module.b]).detach().numpy())
 
 
 @pytest.mark.parametrize("wire", [torch.bfloat16, "float16"])
 def test_torch(wire, group):
-    module, name = Model(), str(wire).removeprefix("torch.")
-    inner = torch.optim.SGD(module.parameters(), 1.0)
-    with hpt.CrossShard(inner, comm=group, wire_dtype=wire) as opt:
-        backward(module)
-        opt.step()
+    values = stepped(group, wire)
 
-    same_bits(values(module), -expected(group, name))
-    assert FINE not in -values(module)
+    same_bits(values, -expected(group, str(wire).removeprefix("torch.")))
+    assert FINE not in -values
 
 
 @pytest.mark.ranks(min=3)
 def test_torch_after_a_rank_has_left(comm, rank):
     if hpc.group_of(comm).single_node:
         pytest.skip("needs ranks on several nodes: MPIR_CVAR_NOLOCAL=1")
-    module = Model()
-    inner = torch.optim.SGD(module.parameters(), 1.0)
-    with hpt.CrossShard(inner, comm=comm, wire_dtype="float16") as opt:
-        if rank == 0:
-            opt.leave()
-        else:
-            backward(module)
-            opt.step()
-
     # FINE is rounded.
-    assert values(module).tolist() == [-1]
+    assert stepped(comm, "float16", leaves=rank == 0).tolist() == [-1]
 
 
 def test_jax(group):
@@ -76,18 +67,12 @@ def test_jax(group):
 
 
 def test_on_one_node_nothing_is_rounded(comm):
-    group, module = hpc.group_of(comm), Model()
-    if not group.single_node:
+    if not hpc.group_of(comm).single_node:
         pytest.skip("needs ranks that share memory")
-    inner = torch.optim.SGD(module.parameters(), 1.0)
-    with hpt.CrossShard(inner, comm=comm, wire_dtype="bfloat16") as opt:
-        backward(module)
-        opt.step()
+    assert stepped(comm, "bfloat16").tolist() == [-FINE]
     average = hpcaccum.jax.average(comm, wire_dtype="bfloat16")
     (mean,) = average.update([jnp.full(3, FINE)], optax.EmptyState())[0]
     average.free()
-
-    assert values(module).tolist() == [-FINE]
     assert (mean == FINE).all()
 
 
@@ -103,8 +88,7 @@ WRONG = {
 def test_a_wrong_dtype_is_refused_before_anything_changes(case, comm, rank):
     wire, error, text = WRONG[case]
     module = Model(start=rank)
-    inner = torch.optim.SGD(module.parameters(), 1.0)
-    found = raised(hpt.CrossShard, inner, comm=comm, wire_dtype=wire)
+    found = raised(hpt.CrossShard, sgd(module), comm=comm, wire_dtype=wire)
     assert isinstance(found, error)
     assert text in str(found)
     assert module.w.eq(rank).all()
@@ -119,10 +103,9 @@ def test_a_wrong_dtype_is_refused_before_anything_changes(case, comm, rank):
 
 @pytest.mark.ranks(min=2)
 def test_the_dtype_is_the_same_on_all_ranks(comm, rank):
-    inner = torch.optim.SGD(Model().parameters(), 1.0)
     wire = "float16" if rank else None
     for make in (
-        lambda: hpt.CrossShard(inner, comm=comm, wire_dtype=wire),
+        lambda: hpt.CrossShard(sgd(Model()), comm=comm, wire_dtype=wire),
         lambda: hpcaccum.jax.average(comm, wire_dtype=wire),
     ):
         error = raised(make)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..mpi.support import meet
-
 # Threads of a rank would take the cores of the others.
 torch.set_num_threads(1)
 
 ROWS, WIDTH = 11, 3
 OPTIMIZERS = {
-    "SGD": lambda params: torch.optim.SGD(params, 0.5),
+    "SGD": lambda params: torch.optim.SGD(params, 1.0),
     "Adagrad": lambda params: torch.optim.Adagrad(params, 0.5),
     "SparseAdam": lambda params: torch.optim.SparseAdam(params, 0.1),
 }
@@ -59,11 +57,6 @@ def sparse_mean(ranks, step, dtype=torch.float32):
     return torch.sparse_coo_tensor(
         [rows], values, (ROWS, WIDTH), is_coalesced=True, check_invariants=True
     )
-
-
-def check_same(value):
-    everywhere = meet(value.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    assert len(set(everywhere)) == 1
 
 
 class Net(torch.nn.Module):

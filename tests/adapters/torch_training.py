@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 
 import hpcaccum.torch as hpt
 
-from ..mpi.training import turns
+from ..mpi.support import meet
+from ..mpi.training import raised, turns
 
 # Threads of a rank would take the cores of the others.
 torch.set_num_threads(1)
@@ -37,6 +39,10 @@ def dedicated(kind: str, inner: Any, comm: Any, host: int) -> Any:
     return {"DropStale": hpt.DropStale, "AGN": hpt.AGN}[kind](
         inner, 10**6 if kind == "DropStale" else 1, **options
     )
+
+
+def sgd(model: torch.nn.Module, rate: float = 1.0) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), rate)
 
 
 class Model(torch.nn.Module):
@@ -120,3 +126,63 @@ def train(
             opt.zero_grad()
 
         by_turns(kind, size, act)
+
+
+def saved(opt: Any, rank: int, root: int = 0) -> Any:
+    """Return the state of one rank as a file would hold it; None on others."""
+    meet()
+    state = None
+    if rank == root:
+        file = io.BytesIO()
+        torch.save(opt.state_dict(), file)
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+    meet()
+    return state
+
+
+def check_continues(
+    start: Callable[[int], tuple[Any, torch.nn.Module]],
+    go_on: Callable[[Any, Any, range], None],
+    rank: int,
+    root: int = 0,
+) -> None:
+    """Check that a training that continues from a state has the same bits.
+
+    Args:
+        start: Returns an adapter, and its module; called with 0 and 1.
+        go_on: Makes steps with both.
+        rank: Of this process.
+        root: Rank that saves.
+    """
+    opt, module = start(0)
+    with opt:
+        go_on(opt, module, range(2))
+        meet()
+        updates = opt.global_step
+        state = saved(opt, rank, root)
+        go_on(opt, module, range(2, 4))
+    opt, other = start(1)
+    with opt:
+        go_on(opt, other, range(1))
+        opt.load_state_dict(state)
+        assert opt.global_step == updates
+        meet()
+        go_on(opt, other, range(2, 4))
+    for one, same in zip(module.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, same)
+
+
+def same_everywhere(*tensors: torch.Tensor) -> None:
+    """Check that all ranks have the same bits."""
+    flat = [each.detach().cpu().contiguous().view(-1) for each in tensors]
+    found = meet([each.view(torch.uint8).numpy().tobytes() for each in flat])
+    assert all(each == found[0] for each in found)
+
+
+def refused(call: Callable[..., Any], *args: Any, **options: Any) -> Exception:
+    """Return the error of this rank, after all ranks have one of its type."""
+    error = raised(call, *args, **options)
+    assert isinstance(error, Exception), error
+    assert len(set(meet(type(error)))) == 1
+    return error

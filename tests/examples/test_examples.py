@@ -38,11 +38,18 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 """
 
 
-def test_torch_digits(mpirun):
-    result = mpirun(2, REPOSITORY / "examples" / "torch_digits.py", env=ENV)
+@pytest.mark.parametrize(
+    ("program", "shown"),
+    [
+        ("torch_digits.py", r"([\d.]+)% correct"),
+        ("jax_digits.py", r"(?m)^test accuracy ([\d.]+)%$"),
+    ],
+)
+def test_digits(mpirun, program, shown):
+    result = mpirun(2, REPOSITORY / "examples" / program, env=ENV)
 
     assert result.returncode == 0, result.stdout
-    (share,) = re.findall(r"([\d.]+)% correct", result.stdout)
+    (share,) = re.findall(shown, result.stdout)
     assert float(share) > 85
 
 
@@ -78,14 +85,6 @@ def test_overlap(mpirun):
     assert result.returncode == 0, result.stdout
     shown = re.findall(r"^rank (\d): of .* in waits", result.stdout, re.MULTILINE)
     assert shown == ["0", "1"]
-
-
-def test_jax_digits(mpirun):
-    result = mpirun(2, REPOSITORY / "examples" / "jax_digits.py", env=ENV)
-
-    assert result.returncode == 0, result.stdout
-    (share,) = re.findall(r"^test accuracy ([\d.]+)%$", result.stdout, re.MULTILINE)
-    assert float(share) > 85
 
 
 def test_requeue(mpirun, tmp_path):
