@@ -181,9 +181,6 @@ class DeviceOnlyCalls(DeviceCalls):
     them. All is queued on the current stream. Results for CPU memory are copied to it.
     """
 
-    # Whether `start` has packed arrays since the last call.
-    _packed = False
-
     def prepare(self, inputs: Mapping[str, Any], out: Mapping[str, Any]) -> None:
         """Do what may fail before other ranks wait."""
         self._schedule.check_usable()
@@ -199,12 +196,15 @@ class DeviceOnlyCalls(DeviceCalls):
     def start(self, name: str, inputs: Mapping[str, Any]) -> Iterable[str]:
         """Pack an array, and return nothing: a sum cannot begin before the call."""
         self._transfer.pack(inputs)
-        self._packed = True
+        # Until the stream of the call has waited for the copy.
+        self._started.append((name, None, inputs))
         return ()
 
     def finish(self, call: Call) -> bool:
         """Do as `Schedule.finish`, after `prepare`."""
-        packed, self._packed = self._packed, False
-        if call.signature == FAILED or not (packed or call.inputs):
-            return self._schedule.finish(call)
-        return self._finish_directly(call)
+        try:
+            if call.signature == FAILED or not (self._started or call.inputs):
+                return self._schedule.finish(call)
+            return self._finish_directly(call)
+        finally:
+            self._started.clear()
