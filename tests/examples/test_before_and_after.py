@@ -52,12 +52,16 @@ def test_crossshard_trains_as_distributed_data_parallel(
         each.mkdir()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     program = EXAMPLES / "ddp_before.py"
-    before = run_program(
-        [*launcher, "--nproc-per-node", "2", str(program), "weights.pt"],
-        timeout=200,
-        cwd=one,
-        env=mpi_environment,
-    )
+    # PyTorch itself sometimes aborts when its ranks end.
+    for _ in range(3):
+        before = run_program(
+            [*launcher, "--nproc-per-node", "2", str(program), "weights.pt"],
+            timeout=200,
+            cwd=one,
+            env=mpi_environment,
+        )
+        if before.returncode == 0:
+            break
     assert before.returncode == 0, before.stdout
     after = mpirun(2, EXAMPLES / "ddp_after.py", "weights.pt", cwd=other, env=ENV)
     assert after.returncode == 0, after.stdout
