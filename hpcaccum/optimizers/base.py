@@ -322,18 +322,9 @@ class KeptState:
         set_state(self.parts(), states, self._optimizer.get_name())
 
     def forget(self) -> None:
-        """Drop the state, as the variables will not be updated any more."""
-
-    def renew(self) -> None:
-        """Set the state to that before the first update, which is 0 in most cases."""
-        parts = {key: plain(var) for key, var in self.parts().items()}
-        values = {var.name: var.value for var in self.variables}
-        states = snapshot_of(values, parts)["state"]
-        for slots in states.values():
-            for value in slots.values():
-                if isinstance(value, np.ndarray):
-                    value[...] = 0
-        self.set(states)
+        """Set the state to 0, or drop it if the next update makes it anew."""
+        for part in self.parts().values():
+            part.value[...] = 0
 
     def release(self) -> None:
         """Free memory that the next update would allocate again."""

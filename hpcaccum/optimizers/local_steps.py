@@ -80,9 +80,10 @@ class LocalSteps(OneSidedOptimizer):
         receipt = served.server.drop(served.step)
         own = ((name, value, value.dtype) for name, value in self._values.items())
         if to_drop(self.get_name(), own, "drop"):
-            # No later gradient would be finite, and the period would not end.
+            # No later gradient would be finite, and the period would not end. The calls
+            # still count in it, so that ranks stay in step.
             self._undo_steps()
-            self.inner._kept_state(self._given_or_known(None)).renew()
+            self.inner._kept_state(self._given_or_known(None)).forget()
         return receipt
 
     def _undo_steps(self) -> None:
@@ -199,8 +200,9 @@ class LocalStepsOptimizer(LocalSteps):
         comm, host, dedicated, servers, on_nonfinite, min_workers, wire_dtype: See
             `OneSidedOptimizer`. A call whose gradients are dropped because they are not
             finite makes no local step and does not count. If x is not finite either,
-            x := c: the steps since the last push do not count. The slots of x are then
-            dropped if ``inner`` is a rule of this package, else set to 0.
+            x := c, and the state of ``inner`` begins anew (the slots of an optimizer of
+            your own are set to 0). The steps since the last push are undone, but count
+            in the period.
 
     Attributes:
         inner, outer: As given.
@@ -307,7 +309,9 @@ class LocalStepsOptimizer(LocalSteps):
         return variables
 
     def _undo_steps(self) -> None:
-        for number, receipt in self._flights.items():
+        flights = list(self._flights.items())
+        self._forget_steps()
+        for number, receipt in flights:
             self._after(self._served[number], receipt)
         super()._undo_steps()
 

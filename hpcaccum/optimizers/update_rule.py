@@ -309,9 +309,6 @@ class _KeptByRule(KeptState):
         # Its launches update the states that it has dropped.
         self.release()
 
-    def renew(self) -> None:
-        self.forget()
-
     def release(self) -> None:
         self._optimizer._on_device.clear()
 

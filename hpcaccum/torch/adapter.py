@@ -397,10 +397,13 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
         """
         several = isinstance(parameter, (list, tuple))
         wanted, names = parameter if several else [parameter], self._gradients.names
-        if not names.keys() >= set(wanted):
-            raise InvalidArgumentError(f"{self._what}: it has no such parameter")
         variables = {var.name: var for var in self._rule.own}
-        copies = self._exchange.center([variables[names[each]] for each in wanted])
+        try:
+            chosen = [variables[names[each]] for each in wanted]
+        except (KeyError, TypeError):
+            message = f"{self._what}: it has no such parameter"
+            raise InvalidArgumentError(message) from None
+        copies = self._exchange.center(chosen)
         tensors = [tensor_of(each).to(self._first.device) for each in copies]
         return tensors if several else tensors[0]
 

@@ -1,6 +1,6 @@
 /*
  * The protocol of hpcaccum.ConditionalAccumulator. In hpcaccum/accumulator: protocol.py,
- * writer.py, buffers.py, take.py, turns.py, membership.py, host_calls.py.
+ * writer.py, take.py, turns.py, membership.py, host_calls.py.
  *
  * tests/system/test_model.py runs it through Spin. A configuration is a set of macros:
  *
@@ -16,7 +16,7 @@
  *                      writers do not finish, because its caller cannot use the result;
  *                      for lack of gradients it may also go on with those there are
  *   KNOWN              a writer remembers which buffer the other round holds, as
- *                      buffers.py does; without, it reads that record
+ *                      writer.py does; without, it reads that record
  *   SETTER             a process sets the step: to 0, then to 2
  *   OBSERVER           a process reads the number of accumulated gradients
  *   LEAVE              writers leave when they are done, and quorums shrink
