@@ -14,7 +14,7 @@ Words: `membership`, `turns`, `receipts` and `shapes` keep their state in words;
 `DeviceAccumulator` and `DeviceRowAccumulator` accumulate on one CUDA device, in one
 process, with a protocol of their own (`device_protocol`).
 
-Imports `nodes`, `rows`, `mpi`, `device` and the modules below them; never `reducer`.
+Imports `nodes`, `rows`, `mpi`, `device` and single modules; never `reducer`.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class Writer:
     def _admit(self, grad: Gradient, slot: int | None) -> Admitted:
         """Have a gradient admitted, or dropped."""
         if self._agent is not None:
-            # It looks for gradients of other ranks, which often come soon.
+            # Gradients of other ranks often come soon: the agent stops its nap.
             self._agent.wake()
         array, _, step, weight = grad
         buffers, storage = self._buffers, self._storage
@@ -251,10 +251,12 @@ class RankBuffers:
         return same_elements(array, self._lent[slot].array)
 
     def fresh(self, slot: int | None) -> tuple[int | None, int | None]:
-        """Return the first buffer for a round of each parity; None if there is none.
+        """Return a buffer for the round of each parity; None if there is none.
 
-        ``slot`` is the one that contains the gradient, if one does.
+        It is not the one that the round of the other parity holds. ``slot`` is the one
+        that contains the gradient, if one does.
         """
+        # The usual case, with the result that `_first` would have.
         if not self._lent:
             one, two = self._records
             return 1 - two.buffer if two else 0, 1 - one.buffer if one else 0

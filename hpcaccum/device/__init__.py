@@ -6,7 +6,7 @@ arrays reads, and what is known of arrays that come again. `PointerTable` launch
 kernels that move named arrays. `Transfer` copies named arrays between device and CPU
 memory. `NcclSum` sums device memory over processes.
 
-Imports `errors`, `dtypes` and `layout` only.
+Imports `layout`, `files` and the modules below them.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ life: `group_of` returns the group of a communicator. `Freeable` is the base cla
     collective objects; while there are any, the `heartbeat` finds ranks that are lost.
 
 `talk` imports `job`; `memory` and `life` import both, and not each other. All calls of
-MPI windows are in this package. Imports `errors` and `deadline` only.
+MPI windows are in this package. Imports `deadline` and the modules below it.
 """
 
 from __future__ import annotations

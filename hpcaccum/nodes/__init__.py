@@ -5,7 +5,7 @@ each rank on its own node, of which agents send sums to any rank. `Calls` has th
 of another node call a function; so the words of `words_of` are on one node and all
 ranks use them. A group on one node has no agents.
 
-Imports `mpi`, `summation`, `deadline`, `wake` and `errors` only.
+`transfer` sends long vectors in pieces. Imports `mpi` and the modules below it.
 """
 
 from __future__ import annotations

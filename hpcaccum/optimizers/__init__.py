@@ -8,7 +8,7 @@ Update rules: SGD, Momentum, Adagrad and Adam (`rules`), on the base of `update_
 Wrappers: A `wrapper` holds another optimizer. `cross_shard` reduces gradients in groups
     of ranks (`shard_reducer`); `one_sided` is the base of `sync_replicas`, `drop_stale`
     and of `local_steps`, which is that of `agn`. They send gradients to a parameter
-    server on the ranks that `servers` chooses, which updates the center; `served` has
+    server on the ranks that ``servers=`` names, which updates the center; `served` has
     both as a rank sees them.
 Gradients: `checks` checks what callers pass, `finite` finds NaN and infinity; `slices`
     are for gradients of some rows.

@@ -3,7 +3,7 @@
 `Reducer` checks each call and pairs it with those of the other ranks; `selection` lists
 the schedules and picks one; `schedule` is their contract.
 
-Imports `mpi`, `device` and the modules below them; never `accumulator`.
+Imports `mpi`, `device` and single modules; never `accumulator`.
 """
 
 from __future__ import annotations

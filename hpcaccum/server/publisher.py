@@ -12,6 +12,16 @@ version.
 
 What is published, sent and asked for are versions: a step has another one for each time
 that values are assigned between two updates.
+
+Requests to agents:
+
+fetch: A rank asks its own agent for a version.
+want: The agent of a node asks the root's agent for it.
+published: The root says that there is a new version, and which nodes wait for it.
+take: The agent of the single server sends a version to the agent of a node.
+send, expect: With several servers, the root's agent has their agents send their parts,
+    and has the agent of a node receive them.
+made: The agent of one of several servers says that it has made its part.
 """
 
 from __future__ import annotations
