@@ -98,13 +98,13 @@ _STEPS: dict[str, Callable[[Any], tuple[Any, str]]] = {
     "put": lambda optimizer: (optimizer._server._inbox, "put"),
     # After a push, of which the second argument is the receipt.
     "pushed": lambda optimizer: (optimizer, "_after"),
-    # The gradients of a closed round are added; rows are brought to the device.
+    # The gradients of a closed round are added; rows are copied to the device.
     "sum": lambda accumulator: (accumulator._storage, "total"),
     "deliver": lambda accumulator: (sparse, "_to_device"),
     # This rank's part of the center is updated; the piece that is its first argument.
     "update": lambda optimizer: (optimizer._server._updates, "update"),
     "piece": lambda optimizer: (optimizer._server._node_update, "_saving"),
-    # Of several servers: they are told of a question; this rank waits for the answers.
+    # With several servers: a question is sent to them; this rank waits for answers.
     "question": lambda optimizer: (optimizer._server._orders, "request"),
     "answers": lambda optimizer: (optimizer._server._orders, "_wait_for"),
 }

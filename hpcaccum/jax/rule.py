@@ -202,9 +202,6 @@ class _KeptByOptax(KeptState):
         leaves = [np.asarray(parts[name]) for name in kept.names]
         self._optimizer._states[tuple(self.variables)] = kept.pack(leaves)
 
-    def forget(self) -> None:
-        self._optimizer._states.pop(tuple(self.variables), None)
-
 
 def _saved(leaf: Array) -> Array:
     """Return a leaf of the state as an array that a Variable can hold."""

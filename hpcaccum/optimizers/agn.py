@@ -132,8 +132,8 @@ class AGNOptimizer(LocalSteps):
         name: Name for messages.
         comm, host: See `OneSidedOptimizer`; those of the getter, if there is one.
         dedicated, servers, on_nonfinite, min_workers, wire_dtype: See
-            `OneSidedOptimizer`. For gradients that are dropped because they are not
-            finite, see `LocalStepsOptimizer`.
+            `OneSidedOptimizer`. A call whose gradients are dropped makes no local step
+            and does not count.
 
     Source: Hermans, Accumulated Gradient Normalization, 2017 (arXiv:1710.02368); the
         behavior of ``tf.contrib.opt.AGNOptimizer``, which pushes raw gradients, not
@@ -292,7 +292,8 @@ class AGNOptimizer(LocalSteps):
 
         def init() -> None:
             self.initialize()
-            self._undo_steps()
+            self._served[0].pull_all()
+            self._forget_steps()
 
         return init
 

@@ -322,9 +322,7 @@ class KeptState:
         set_state(self.parts(), states, self._optimizer.get_name())
 
     def forget(self) -> None:
-        """Set the state to 0, or drop it if the next update makes it anew."""
-        for part in self.parts().values():
-            part.value[...] = 0
+        """Drop the state, as the variables will not be updated any more."""
 
     def release(self) -> None:
         """Free memory that the next update would allocate again."""

@@ -179,10 +179,8 @@ class CrossShardOptimizer(Wrapper):
 
         def check() -> tuple[Any, ...]:
             variables = self._check_start(var_list)
-            layout, rows = (
-                layout_of(variables, self._group.size),
-                row_formats(variables),
-            )
+            layout = layout_of(variables, self._group.size)
+            rows = row_formats(variables)
             wire_format(self._options["wire_dtype"], layout.dtype)
             sums = device_sums(variables)
             if self._options["on_loss"] != RAISE and (sums or rows):

@@ -14,7 +14,6 @@ from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.base import KeptState, Optimizer
 from hpcaccum.optimizers.checks import check_sparse
-from hpcaccum.optimizers.finite import to_drop
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 from hpcaccum.optimizers.served import fragments_of
 from hpcaccum.optimizers.wrapper import check_inner, one_thread
@@ -77,20 +76,7 @@ class LocalSteps(OneSidedOptimizer):
 
     def _drop(self) -> Receipt:
         served = self._served[0]
-        receipt = served.server.drop(served.step)
-        own = ((name, value, value.dtype) for name, value in self._values.items())
-        if to_drop(self.get_name(), own, "drop"):
-            # No later gradient would be finite, and the period would not end. The calls
-            # still count in it, so that ranks stay in step.
-            self._undo_steps()
-            self.inner._kept_state(self._given_or_known(None)).forget()
-        return receipt
-
-    def _undo_steps(self) -> None:
-        """Go on with the center, as if there were no steps since the last push."""
-        self._forget_steps()
-        for served in self._served:
-            served.pull_all()
+        return served.server.drop(served.step)
 
     def _forget_steps(self) -> None:
         """Do not push the local steps since the last push."""
@@ -198,11 +184,8 @@ class LocalStepsOptimizer(LocalSteps):
         overlap: Calls for which a push does not wait, fewer than the period.
         name: Name for messages.
         comm, host, dedicated, servers, on_nonfinite, min_workers, wire_dtype: See
-            `OneSidedOptimizer`. A call whose gradients are dropped because they are not
-            finite makes no local step and does not count. If x is not finite either,
-            x := c, and the state of ``inner`` begins anew (the slots of an optimizer of
-            your own are set to 0). The steps since the last push are undone, but count
-            in the period.
+            `OneSidedOptimizer`. A call whose gradients are dropped makes no local step
+            and does not count.
 
     Attributes:
         inner, outer: As given.
@@ -307,13 +290,6 @@ class LocalStepsOptimizer(LocalSteps):
         for fragment in fragments_of(variables, self._fragments):
             self._outer_of(fragment)  # may raise
         return variables
-
-    def _undo_steps(self) -> None:
-        flights = list(self._flights.items())
-        self._forget_steps()
-        for number, receipt in flights:
-            self._after(self._served[number], receipt)
-        super()._undo_steps()
 
     def _forget_steps(self) -> None:
         self._changed.clear()

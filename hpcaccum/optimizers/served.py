@@ -88,7 +88,7 @@ class Served:
         self.server = ParameterServer(setup)
         for other in others:
             other.server.leave_with(self.server)
-        # Of a server; one of several has parts of them.
+        # On a server only; each of several has parts of the variables.
         self._center = {n: Variable(a, n) for n, a in self.server.center.items()}
 
     def start(self, call: str, states: Mapping[str, Parts] | None) -> None:

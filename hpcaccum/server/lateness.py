@@ -12,7 +12,7 @@ from hpcaccum.errors import InvalidArgumentError
 Lateness = Literal["inverse"] | Callable[[int], float] | None
 
 # Larger lags have the factor of this one.
-MOST = 1000
+_MOST = 1000
 _SHOWN = 4
 
 
@@ -43,7 +43,7 @@ class Factors:
             raise InvalidArgumentError(
                 f"lateness must be None, 'inverse' or a callable, got {lateness!r}"
             )
-        lags = range(int(min(max(max_lag, 0), MOST)) + 1)
+        lags = range(int(min(max(max_lag, 0), _MOST)) + 1)
         self._factors = tuple(_checked(lateness(lag), lag) for lag in lags)
 
     def __repr__(self) -> str:

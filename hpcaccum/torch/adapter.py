@@ -146,7 +146,7 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
         # Whether backward passes exchange gradients.
         self._syncs = True
         self._open()
-        # Of hooks of the optimizer.
+        # Handles of the hooks of the optimizer.
         self._handles = [optimizer.register_step_pre_hook(self._refuse)]
         self._all.add(self)
 

@@ -269,12 +269,6 @@ class _KeptByTorch(KeptState):
                     for part, value in parts.items()
                 }
 
-    def forget(self) -> None:
-        """Drop the state; PyTorch makes it anew."""
-        target = self._optimizer._target(self.variables)
-        for var in self.variables:
-            target.optimizer.state.pop(target.tensors[var.name], None)
-
 
 def _copied(original: _Target, tensors: Mapping[str, Any]) -> Any:
     """Return a copy of an optimizer for tensors, by the names of its parameters.

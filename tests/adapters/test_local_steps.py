@@ -166,29 +166,3 @@ def test_an_outer_rule_is_checked_on_all_ranks(comm, rank, size):
     mine = None if rank == size - 1 else optax.sgd(1.0)
     with pytest.raises(TypeError, match="must be a GradientTransformation"):
         hpcaccum.jax.LocalSteps(optax.sgd(0.1), mine, jnp.ones(2), comm=comm)
-
-
-def test_the_state_of_pytorch_begins_anew_after_steps_to_infinity(comm):
-    w = torch.nn.Parameter(torch.ones(2))
-    inner = torch.optim.SGD([w], 1.0, momentum=0.5, dampening=0.5)
-    options = {"comm": comm, "module": None, "on_nonfinite": "drop"}
-    with np.errstate(over="ignore"), hpt.AGN(inner, 9, **options) as opt:
-        for number in 1.0, 3e38, 3e38, np.nan:
-            w.grad = torch.full((2,), number)
-            opt.step()
-        assert w.tolist() == [1, 1]
-        w.grad = torch.full((2,), 3.0)
-        opt.step()
-        assert w.tolist() == [-2, -2]
-
-
-def test_the_state_of_optax_begins_anew_after_steps_to_infinity(comm):
-    # The rate is part of its state.
-    rule = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0, momentum=0.5)
-    start, options = {"w": jnp.ones(2)}, {"comm": comm, "on_nonfinite": "drop"}
-    with np.errstate(over="ignore"), hpcaccum.jax.AGN(rule, start, 9, **options) as opt:
-        for number in 1.0, 3e38, 3e38, np.nan:
-            found, _ = opt.push({"w": jnp.full(2, number)})
-        assert found["w"].tolist() == [1, 1]
-        found, _ = opt.push({"w": jnp.full(2, 3.0)})
-        assert found["w"].tolist() == [-2, -2]

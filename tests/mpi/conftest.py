@@ -59,7 +59,7 @@ class Harness:
         self.single_node = node.size == MPI.COMM_WORLD.size
         node.Free()
         self.limit = float(config.getini("mpi_time_limit"))
-        # Of what is done at the end.
+        # The limit of what is done at the end.
         self.last_limit = self.limit
         flag = Path(config.option.basetemp).with_name("the job ends")
         # Later on, stderr is a file of pytest's while a test runs.

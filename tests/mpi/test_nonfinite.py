@@ -1,7 +1,6 @@
 """Gradients that are not finite, and ranks whose gradients are all dropped."""
 
 import logging
-import time
 
 import numpy as np
 import pytest
@@ -9,7 +8,6 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import Reduction
 
-from ..common import same_bits
 from .acting import meet
 from .training import ONE_SIDED, WRAPPERS, gives, raised, variable
 
@@ -177,75 +175,6 @@ def test_a_dropped_gradient_does_not_count_in_the_period(comm, rank, size):
     # The receipt of a dropped gradient is final.
     assert sent == [False, True, True]
     np.testing.assert_allclose(w.value, -2.0 * size, rtol=1e-12)
-
-
-# Local steps
-
-
-class Own(hpc.Optimizer):
-    """An optimizer of the user, whose state cannot be dropped."""
-
-    def __init__(self):
-        super().__init__("own")
-        self.sums = {}
-
-    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
-        for grad, var in grads_and_vars:
-            total = self.sums.setdefault(var, variable(np.zeros(3)))
-            total.value += 2 * grad
-            var.value -= total.value
-
-    def get_slot_names(self):
-        return ["sum"]
-
-    def get_slot(self, var, name):
-        return self.sums.get(var)
-
-
-@pytest.mark.parametrize(
-    ("name", "overlap", "rule"),
-    [
-        ("AGN", 0, lambda: hpc.Momentum(2.0, 0.5)),
-        ("LocalSteps", 0, lambda: hpc.Momentum(2.0, 0.5)),
-        ("LocalSteps", 0, Own),
-        ("LocalSteps", 2, Own),
-    ],
-)
-def test_local_steps_that_lead_to_infinity_are_undone(
-    comm, rank, size, name, overlap, rule
-):
-    w, inner = variable(np.zeros(3)), rule()
-    options = {"comm": comm, "on_nonfinite": "drop"}
-    if name == "AGN":
-        opt = hpc.AGNOptimizer(inner, communication_period=3, **options)
-    else:
-        options |= {"quorum": size, "overlap": overlap}
-        opt = hpc.LocalStepsOptimizer(inner, hpc.SGD(1.0), 3, **options)
-
-    def step(grad):
-        # Not finite if the variable is not.
-        return opt.minimize(lambda: (0.0, [grad + 0 * w.value]), var_list=[w])
-
-    with np.errstate(all="ignore"), opt:
-        # If they overlap, the others wait for the answer to their push.
-        time.sleep(0.1 if overlap and rank == 0 else 0)
-        pushed = [step(1.0) for _ in range(3)][-1]
-        step(1.7e308)
-        assert np.isinf(w.value).all()
-        if not overlap:
-            meet()
-        assert step(1.0).reason == "nonfinite"
-        meet()
-        same_bits(w.value, opt.center(w))
-        assert w.value.any()
-        meet()
-        # The call that was dropped does not count.
-        receipts = [step(0.0) for _ in range(2)]
-        assert [(r.sent, r.reason) for r in receipts] == [(False, ""), (True, "")]
-        assert pushed.sent
-        meet()  # all have pushed before one leaves
-        opt.leave()
-    assert np.isfinite(w.value).all()
 
 
 # The warning

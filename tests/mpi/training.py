@@ -15,7 +15,7 @@ from hpcaccum import testing
 
 from .support import meet as meet
 
-# Of variables with a few elements, one, and none; and rules for them.
+# Variables with a few elements, one, and none; and rules for them.
 SHAPES = {"matrix": (37, 5), "scalar": (), "vector": (600,), "empty": (0,)}
 RULES: dict[str, Callable[[], hpc.Optimizer]] = {
     "SGD": lambda: hpc.SGD(0.1),
