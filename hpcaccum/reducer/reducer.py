@@ -244,7 +244,8 @@ class Reducer(Freeable):
     def arrays(self) -> dict[str, Array]:
         """Return this rank's arrays, of the layout's dtype, to write gradients to.
 
-        They keep what is written to them until a call copies other arrays in.
+        They keep what is written to them until a call copies other arrays in, which it
+        may multiply by its weight.
         """
         return dict(self._arrays)
 
