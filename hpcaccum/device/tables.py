@@ -85,20 +85,13 @@ class RecentTables(Generic[T]):
 
     def __call__(self, *key: Hashable) -> T:
         """Return the result for a key on the current stream."""
-        return self._of_stream(stream_key(), *key)
+        stream = current_stream()
+        # The stream itself, not its address: CUDA gives the address of a stream that is
+        # gone to the next one, even before the work of the first is complete. And the
+        # default streams of all devices, and of all threads, have the same addresses.
+        thread = threading.get_ident() if stream.ptr == _PER_THREAD else 0
+        return self._of_stream((current_device(), stream, thread), *key)
 
     def clear(self) -> None:
         """Drop all tables."""
         self._of_stream.cache_clear()
-
-
-def stream_key() -> tuple[int, Any, int]:
-    """Return a key of the current device and stream.
-
-    It has the stream itself, not its address: CUDA gives the address of a stream that
-    is gone to the next one, even before the work of the first is complete.
-    """
-    stream = current_stream()
-    # The default streams of all devices, and of all threads, have the same addresses.
-    thread = threading.get_ident() if stream.ptr == _PER_THREAD else 0
-    return current_device(), stream, thread
