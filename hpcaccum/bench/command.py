@@ -24,7 +24,7 @@ from hpcaccum.bench.options import (
 from hpcaccum.bench.plot import draw
 from hpcaccum.bench.rows import Row, RowFiles
 from hpcaccum.files import check_apart, check_new, check_writable, ending_the_job
-from hpcaccum.machine import circumstances, describe, place_and_date
+from hpcaccum.machine import circumstances, describe, hosts_and_date
 from hpcaccum.plots import check_picture
 
 if TYPE_CHECKING:
@@ -138,6 +138,6 @@ def _run(args: argparse.Namespace, group: Group, files: RowFiles) -> int:
     files.close()
     if args.plot and group.rank == 0 and measured:
         with ending_the_job("--plot", args.plot):
-            draw(measured, f"{title}\n{place_and_date(facts)}", args.plot)
+            draw(measured, f"{title}\n{hosts_and_date(facts)}", args.plot)
         show(f"\npicture: {args.plot}")
     return 0

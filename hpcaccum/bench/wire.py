@@ -64,7 +64,7 @@ class Wire(Case):
     - ``sync-replicas``: the sync-replicas optimizer with a quorum of all ranks.
     - ``drop-stale``: the drop-stale optimizer, an update for each rank's gradient. AGN
       pushes in the same way, every few steps.
-    - ``sync, sharded`` and ``drop, sharded``: both with a server on each node.
+    - ``sync, servers`` and ``drop, servers``: both with a server on each node.
     - ``sync, half``: sync-replicas so, with ``wire_dtype="bfloat16"``.
     - ``fragments``: a period of 4 local steps, each of which pushes another quarter of
       the size, with a quorum of all ranks and a server on each node.
@@ -121,9 +121,9 @@ class Wire(Case):
         self._add_steps(_BASE, cross_shard, mean, exact)
         self._add_steps("sync-replicas", partial(sync, **one), mean, exact)
         self._add_steps("drop-stale", partial(drop, **one), single, self._check_each)
-        self._add_steps("sync, sharded", partial(sync, **each), mean, exact)
+        self._add_steps("sync, servers", partial(sync, **each), mean, exact)
         self._add_steps(
-            "drop, sharded", partial(drop, **each), single, self._check_each
+            "drop, servers", partial(drop, **each), single, self._check_each
         )
         self._add_steps("sync, half", partial(sync, **half), mean / 2, rounded)
         self._add_steps("fragments", partial(local, **each), mean, pushed, _PERIOD)

@@ -73,7 +73,7 @@ def test_bytes_of_each_strategy_are_counted(tmp_path: Path):
         # Also those of headers, so never less.
         assert counted > must, name
     # Only half of the bytes.
-    for half, whole in ("sync, half", "sync, sharded"), ("fragm., half", "fragments"):
+    for half, whole in ("sync, half", "sync, servers"), ("fragm., half", "fragments"):
         link, other = (
             rows[name]["figures"]["bytes on the busiest link"] for name in (half, whole)
         )
