@@ -222,6 +222,11 @@ def gradient_bytes(optimizer: Any) -> int:
     return int(optimizer._server._inbox.parts.nbytes_here)
 
 
+def reducer(optimizer: Any) -> Any:
+    """Return the reducer of a CrossShardOptimizer, or of PyTorch's CrossShard."""
+    return getattr(optimizer, "_exchange", optimizer)._shard.reducer
+
+
 def note_memory(sizes: list[int]) -> Any:
     """Return a patch: the bytes of shared memory that this rank allocates."""
     return _before(os, "posix_fallocate", lambda *place: sizes.append(place[-1]))
