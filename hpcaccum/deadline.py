@@ -62,7 +62,7 @@ _GRACE = 1.0
 
 # What limits the waits that a thread begins, if anything: its attribute ``outer``.
 _limits = threading.local()
-# Of threads that wait, by identifier: their deadlines.
+# The deadlines of threads that wait, by the thread's identifier.
 _waits: dict[int, Deadline] = {}
 # Why no wait of this process can succeed any more, if so.
 _reasons: list[str] = []

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _ABOUT = """\
-efficiency: 1 is perfect. Of a benchmark: the time on the fewest ranks over the
-time here, as every rank contributes as many bytes. Of a training: the samples
-per second of a rank over those on the fewest ranks."""
+efficiency: 1 is perfect. For a benchmark, it is the time on the fewest ranks
+over the time here, as every rank contributes as many bytes; for a training, the
+samples per second of a rank over those on the fewest ranks."""
 _TRAINING = "training"
 _PANELS = 6
 

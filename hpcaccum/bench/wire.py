@@ -102,7 +102,7 @@ class Wire(Case):
 
     def _prepare(self) -> None:
         n, group, count = self.n, self.group, self.count
-        # Of each kind, the bytes of each node in a step, out and in.
+        # The bytes of each node in a step, out and in, by the name of the kind.
         self._counts: dict[str, list[Array]] = {}
         mean, single = sum_everywhere(self.nodes), update_each(self.nodes, n)
         exact, rounded = self._check_mean, partial(self._check_mean, error=_ROUNDED)

@@ -1,7 +1,7 @@
 """Launches over many arrays at once.
 
-Named arrays are moved to and from a flat buffer, or added to it. Of any arrays, the
-largest absolute values are found.
+They move named arrays to and from a flat buffer, add them to it, or find the largest
+absolute value of each array.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ _KNOWN = {
     # SIGBUS: a page of a file for which there is no memory.
     "Bus error": _FULL,
     "EXIT CODE: 7\n": _FULL,
-    # Of UCX, and of Open MPI.
+    # UCX prints the first, Open MPI the second.
     "dest_addr=": _NETWORK,
     "Socket closed": _NETWORK,
 }
