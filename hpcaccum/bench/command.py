@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from hpcaccum import Group, InvalidArgumentError, device, group_of
 from hpcaccum.bench import plan, report, scaling, torch_step
 from hpcaccum.bench.compare import comparison
-from hpcaccum.bench.device import describe_device
 from hpcaccum.bench.links import Links
 from hpcaccum.bench.measure import measure, rows
 from hpcaccum.bench.options import (
@@ -103,7 +102,7 @@ def _run(args: argparse.Namespace, group: Group, files: RowFiles) -> int:
     title, links = describe(facts), None
     if args.benchmark == DEVICE:
         facts.update(device.device_facts())
-        title += f"\n{describe_device(facts)}"
+        title += f"\n{device.device_name()}; {facts['date']}"
     if args.benchmark == WIRE:
         links = Links(group)
         facts["links"] = links.about
