@@ -31,7 +31,7 @@ from hpcaccum.files import json_value
 
 logger = logging.getLogger("hpcaccum")
 
-# Of the contents; readers refuse others.
+# The format of the contents; readers refuse others.
 _FORMAT = "hpcaccum checkpoint 1"
 # In the JSON, a mapping of this key alone stands for an array.
 _ARRAY = "array of hpcaccum"

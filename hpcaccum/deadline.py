@@ -62,7 +62,7 @@ _GRACE = 1.0
 
 # What limits the waits that a thread begins, if anything: its attribute ``outer``.
 _limits = threading.local()
-# Of threads that wait, by identifier: their deadlines.
+# The deadlines of threads that wait, by the thread's identifier.
 _waits: dict[int, Deadline] = {}
 # Why no wait of this process can succeed any more, if so.
 _reasons: list[str] = []
@@ -100,15 +100,10 @@ def grace(what: object) -> Deadline:
 class Deadline:
     """The time limit of one public call.
 
-    Args:
-        timeout: Seconds; 0 looks once; None is the environment's HPCACCUM_TIMEOUT, or
-            no limit. An invalid one is a TypeError or InvalidArgumentError.
-        what: The call, as the user knows it; begins every message. Its ``str`` is
-            taken for a message only.
-
-    Attributes:
-        waited: Seconds spent in `wait` and `block` so far. A wait that is over at the
-            first look adds nothing.
+    A ``timeout`` of 0 looks once; None is the environment's HPCACCUM_TIMEOUT, or no
+    limit. ``what`` is the call, as the user knows it; it begins every message, and its
+    ``str`` is taken only then. `waited` are the seconds spent in `wait` and `block` so
+    far. A wait that is over at the first look adds nothing.
     """
 
     def __init__(self, timeout: float | None, what: object) -> None:
@@ -143,13 +138,10 @@ class Deadline:
     ) -> T:
         """Call ``ready`` until it returns something other than None; return that.
 
-        Args:
-            ready: Called at least once, even if the limit has passed. It raises if the
-                wait cannot succeed.
-            missing: Returns what is waited for, and which ranks; called for messages
-                and traces only.
-            moves_data: Whether data move in ``ready``, as in a test of MPI's requests,
-                and nowhere else. Naps then stay short.
+        It is called at least once, even if the limit has passed, and raises if the wait
+        cannot succeed. ``missing`` returns what is waited for, and which ranks; it is
+        called for messages and traces only. If data move in ``ready`` and nowhere else,
+        as in a test of MPI's requests, ``moves_data`` keeps naps short.
 
         Raises WaitTimeoutError if the limit passes first, and LostRankError if a rank
         is lost without which the job cannot go on.

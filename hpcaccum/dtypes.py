@@ -9,7 +9,7 @@ import numpy as np
 
 from hpcaccum.errors import InvalidArgumentError
 
-# Of any shape and dtype, for annotations; on a device it stands for `cupy.ndarray`.
+# Any shape and dtype, for annotations; on a device it stands for `cupy.ndarray`.
 Array = np.ndarray[Any, Any]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

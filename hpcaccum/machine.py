@@ -123,7 +123,7 @@ def _processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def place_and_date(facts: Mapping[str, Any]) -> str:
+def hosts_and_date(facts: Mapping[str, Any]) -> str:
     """Return the hosts, the number of nodes and the day of a job, for its pictures."""
     hosts = [*facts["hosts"]] if isinstance(facts.get("hosts"), dict) else ["?"]
     where = ", ".join(hosts[:_MOST_HOSTS])

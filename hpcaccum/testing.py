@@ -172,9 +172,8 @@ def limit_rounds(accumulator: Any, count: int) -> Any:
 def before_records(owner: Any, call: Callable[[], object]) -> Any:
     """Return a patch: this rank calls something before it publishes a gradient.
 
-    Args:
-        owner: An accumulator, or an initialized SyncReplicasOptimizer.
-        call: Makes the gradient, which is admitted, a lost one if it raises.
+    The owner is an accumulator, or an initialized SyncReplicasOptimizer. If the call
+    raises, the gradient, which is admitted, is a lost one.
     """
     shared = _shared(owner)
     mine = shared.group.rank
@@ -221,6 +220,11 @@ def left(optimizer: Any) -> list[int]:
 def gradient_bytes(optimizer: Any) -> int:
     """Return the memory of this rank for gradients."""
     return int(optimizer._server._inbox.parts.nbytes_here)
+
+
+def reducer(optimizer: Any) -> Any:
+    """Return the reducer of a CrossShardOptimizer, or of PyTorch's CrossShard."""
+    return getattr(optimizer, "_exchange", optimizer)._shard.reducer
 
 
 def note_memory(sizes: list[int]) -> Any:

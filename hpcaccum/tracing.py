@@ -234,7 +234,7 @@ class _Lane:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        # Of the events that may contain the next one.
+        # When the events end that may contain the next one.
         self._ends: list[float] = []
 
     def take(self, event: Event) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,11 @@ def same_bits(found: Any, expected: Any) -> None:
     equal = found.tobytes() == expected.tobytes()
     # Not in one line: pytest would compute a diff of all bytes, which takes minutes.
     assert equal, f"{found} is not {expected}"
+
+
+def json_lines(path: Path) -> list[Any]:
+    """Return the values of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def status_of(*words: str) -> Any:

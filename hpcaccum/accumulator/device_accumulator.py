@@ -13,7 +13,7 @@ from hpcaccum import device
 from hpcaccum.accumulator.device_protocol import AccumulatorOnDevice, Launch
 from hpcaccum.accumulator.settings import declared_shape, is_fixed, known
 from hpcaccum.arguments import REDUCTIONS, one_of, positive_weight, step_number
-from hpcaccum.device import PointerTable, Table, check_device_array, kernels
+from hpcaccum.device import PointerTable, check_device_array, kernels
 from hpcaccum.dtypes import FLOATS, accumulation_dtype, float_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import Layout
@@ -133,24 +133,20 @@ class DeviceAccumulator(AccumulatorOnDevice):
         """
         self._check_open()
         step = step_number(local_step, "local_step")
-        arrays, table = self._checked("gradient", grad, self._exact)
+        arrays = self._checked("gradient", grad, self._exact)
         number = positive_weight(weight, self._sum.dtype)
         factor = self._sum.dtype.type(scale * number)
         return self._submit(
             step,
             number,
             arrays,
-            lambda first: self._addition(table or arrays, factor, first),
+            lambda first: self._addition(arrays, factor, first),
         )
 
-    def _addition(
-        self, arrays: dict[str, Any] | Table, factor: Any, first: bool
-    ) -> Launch:
-        if isinstance(arrays, Table):
-            return self._table.addition(self._sum, arrays, factor, first=first)
-        only = arrays[_ONLY]
+    def _addition(self, arrays: dict[str, Any], factor: Any, first: bool) -> Launch:
+        only = None if self._named else arrays[_ONLY]
         # A table of one array costs a little more, but converts from all dtypes.
-        if accumulation_dtype(only.dtype) != self._sum.dtype:
+        if only is None or accumulation_dtype(only.dtype) != self._sum.dtype:
             return self._table.addition(self._sum, arrays, factor, first=first)
         more = self._sum, only, factor, self._size, _FLAGS[first]
         return kernels.prepare("accumulate", only.dtype, self._blocks, *more)
@@ -183,19 +179,15 @@ class DeviceAccumulator(AccumulatorOnDevice):
                 is lost.
         """
         self._check_open()
-        targets, table = None, None
-        if out is not None:
-            targets, table = self._checked("out", out, (self._dtype,))
+        targets = None if out is None else self._checked("out", out, (self._dtype,))
         results = self._take(
-            num_required, timeout, lambda weight: self._reduce(targets, table, weight)
+            num_required, timeout, lambda weight: self._reduce(targets, weight)
         )
         if out is not None:
             return out
         return results if self._named else results[_ONLY]
 
-    def _reduce(
-        self, targets: dict[str, Any] | None, table: Table | None, weight: float
-    ) -> dict[str, Any]:
+    def _reduce(self, targets: dict[str, Any] | None, weight: float) -> dict[str, Any]:
         """Queue the reduction; return the arrays that it writes."""
         cupy, flat, divisor = device.cupy(), None, weight if self._mean else 1.0
         if targets is None:
@@ -210,7 +202,7 @@ class DeviceAccumulator(AccumulatorOnDevice):
         # In place where possible: the next gradient overwrites the sum. Not if norms
         # are computed: NaN in the gaps between the arrays would stay.
         flat = self._sum if self._norm is None else cupy.empty_like(self._sum)
-        unpack = self._table.unpacking(flat, table or targets)
+        unpack = self._table.unpacking(flat, targets)
         self._finish(flat, divisor)()
         self._begin_step()
         unpack()
@@ -233,18 +225,12 @@ class DeviceAccumulator(AccumulatorOnDevice):
         self._sum = self._norm = None
         self._table.clear()
 
-    def _checked(
-        self, what: str, given: Any, dtypes: Any
-    ) -> tuple[dict[str, Any], Table | None]:
-        """Check arrays for kernels.
-
-        Returns:
-            The arrays by name, in the layout's order; if they have names, their table.
-        """
+    def _checked(self, what: str, given: Any, dtypes: Any) -> dict[str, Any]:
+        """Return arrays that kernels can use by name, in the layout's order."""
         text = f"{self._name}: {what}"
         if not self._named:
             check_device_array(text, given, self._layout.shapes[_ONLY], dtypes)
-            return {_ONLY: given}, None
+            return {_ONLY: given}
         if not isinstance(given, Mapping):
             raise InvalidArgumentError(
                 f"{text} must be a mapping of names to arrays, got "
@@ -254,8 +240,9 @@ class DeviceAccumulator(AccumulatorOnDevice):
             lacks = [f"an array {name!r}" for name in self._layout if name not in given]
             extra = [f"no array {name!r}" for name in given if name not in self._layout]
             raise InvalidArgumentError(f"{text} must have {[*lacks, *extra][0]}")
-        arrays = {name: given[name] for name in self._layout.shapes}
-        return arrays, self._table.checked(text, arrays, dtypes)
+        for name, shape in self._layout.shapes.items():
+            check_device_array(f"{text} {name!r}", given[name], shape, dtypes)
+        return {name: given[name] for name in self._layout}
 
 
 class _Norm:

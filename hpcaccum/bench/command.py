@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from hpcaccum import Group, InvalidArgumentError, device, group_of
 from hpcaccum.bench import plan, report, scaling, torch_step
 from hpcaccum.bench.compare import comparison
-from hpcaccum.bench.device import describe_device
 from hpcaccum.bench.links import Links
 from hpcaccum.bench.measure import measure, rows
 from hpcaccum.bench.options import (
@@ -24,7 +23,7 @@ from hpcaccum.bench.options import (
 from hpcaccum.bench.plot import draw
 from hpcaccum.bench.rows import Row, RowFiles
 from hpcaccum.files import check_apart, check_new, check_writable, ending_the_job
-from hpcaccum.machine import circumstances, describe, place_and_date
+from hpcaccum.machine import circumstances, describe, hosts_and_date
 from hpcaccum.plots import check_picture
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ def _run(args: argparse.Namespace, group: Group, files: RowFiles) -> int:
     title, links = describe(facts), None
     if args.benchmark == DEVICE:
         facts.update(device.device_facts())
-        title += f"\n{describe_device(facts)}"
+        title += f"\n{device.device_name()}; {facts['date']}"
     if args.benchmark == WIRE:
         links = Links(group)
         facts["links"] = links.about
@@ -138,6 +137,6 @@ def _run(args: argparse.Namespace, group: Group, files: RowFiles) -> int:
     files.close()
     if args.plot and group.rank == 0 and measured:
         with ending_the_job("--plot", args.plot):
-            draw(measured, f"{title}\n{place_and_date(facts)}", args.plot)
+            draw(measured, f"{title}\n{hosts_and_date(facts)}", args.plot)
         show(f"\npicture: {args.plot}")
     return 0

@@ -56,14 +56,6 @@ _FIRST_RATE = _RATE * math.sqrt(1 - _BETA2) / (1 - _BETA1)
 _THREE = np.float32(3)
 
 
-def describe_device(facts: dict[str, Any]) -> str:
-    """Return these facts and their date in one line."""
-    return (
-        f"{facts['device']}, {facts['device_memory'] / 2**30:.0f} GiB; CUDA driver "
-        f"{facts['driver']}; CuPy {facts['cupy']}; {facts['date']}"
-    )
-
-
 def timed(operation: Callable[[], object]) -> Run:
     """Return a `Kind.run` that measures time on the device, between two events."""
 

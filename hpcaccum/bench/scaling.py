@@ -10,7 +10,7 @@ from hpcaccum.bench.plot import add_lines, label_axis
 from hpcaccum.bench.report import number_text, print_groups, size_text, time_text
 from hpcaccum.bench.rows import read, reading
 from hpcaccum.files import json_value, read_lines
-from hpcaccum.machine import place_and_date
+from hpcaccum.machine import hosts_and_date
 from hpcaccum.plots import group_by, make_figure, save_figure
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _ABOUT = """\
-efficiency: 1 is perfect. Of a benchmark: the time on the fewest ranks over the
-time here, as every rank contributes as many bytes. Of a training: the samples
-per second of a rank over those on the fewest ranks."""
+efficiency: 1 is perfect. For a benchmark, it is the time on the fewest ranks
+over the time here, as every rank contributes as many bytes; for a training, the
+samples per second of a rank over those on the fewest ranks."""
 _TRAINING = "training"
 _PANELS = 6
 
@@ -73,8 +73,8 @@ def report(files: Sequence[Path], plot: Path | None) -> Callable[[], None]:
             "the files have no benchmark, name and size, and no strategy, in common "
             "that was measured with different numbers of ranks"
         )
-    places = [place_and_date(json_value(read_lines(path)[0])) for path in files]
-    return functools.partial(_show, grown, places, plot)
+    jobs = [hosts_and_date(json_value(read_lines(path)[0])) for path in files]
+    return functools.partial(_show, grown, jobs, plot)
 
 
 def _measured(path: Path) -> Iterator[Curve]:
@@ -103,7 +103,7 @@ def _trained(path: Path, lines: Sequence[str]) -> Iterator[Curve]:
                 yield Curve(_TRAINING, facts["strategy"], points)
 
 
-def _show(curves: list[Curve], places: list[str], plot: Path | None) -> None:
+def _show(curves: list[Curve], jobs: list[str], plot: Path | None) -> None:
     sizes = sorted({size for curve in curves for size in curve.points})
     rows = [
         (f"  {curve.name}", *(curve.cell(size) for size in sizes)) for curve in curves
@@ -113,16 +113,16 @@ def _show(curves: list[Curve], places: list[str], plot: Path | None) -> None:
     print_groups(titles, rows, [curve.title for curve in curves])
     print(_ABOUT)
     if plot:
-        _draw(curves, places, plot)
+        _draw(curves, jobs, plot)
         print(f"picture: {plot}")
 
 
-def _draw(curves: Sequence[Curve], places: Sequence[str], path: Path) -> None:
+def _draw(curves: Sequence[Curve], jobs: Sequence[str], path: Path) -> None:
     """Draw efficiency over ranks, a panel for each title."""
     panels = group_by(curves, lambda curve: curve.title)
     titles = [*panels][:: -(-len(panels) // _PANELS)]
     figure, axes = make_figure(
-        len(titles), "\n".join(["efficiency: 1 is perfect", *dict.fromkeys(places)])
+        len(titles), "\n".join(["efficiency: 1 is perfect", *dict.fromkeys(jobs)])
     )
     for axis, title in zip(axes, titles, strict=False):
         points = [

@@ -64,7 +64,7 @@ class Wire(Case):
     - ``sync-replicas``: the sync-replicas optimizer with a quorum of all ranks.
     - ``drop-stale``: the drop-stale optimizer, an update for each rank's gradient. AGN
       pushes in the same way, every few steps.
-    - ``sync, sharded`` and ``drop, sharded``: both with a server on each node.
+    - ``sync, servers`` and ``drop, servers``: both with a server on each node.
     - ``sync, half``: sync-replicas so, with ``wire_dtype="bfloat16"``.
     - ``fragments``: a period of 4 local steps, each of which pushes another quarter of
       the size, with a quorum of all ranks and a server on each node.
@@ -102,7 +102,7 @@ class Wire(Case):
 
     def _prepare(self) -> None:
         n, group, count = self.n, self.group, self.count
-        # Of each kind, the bytes of each node in a step, out and in.
+        # The bytes of each node in a step, out and in, by the name of the kind.
         self._counts: dict[str, list[Array]] = {}
         mean, single = sum_everywhere(self.nodes), update_each(self.nodes, n)
         exact, rounded = self._check_mean, partial(self._check_mean, error=_ROUNDED)
@@ -121,9 +121,9 @@ class Wire(Case):
         self._add_steps(_BASE, cross_shard, mean, exact)
         self._add_steps("sync-replicas", partial(sync, **one), mean, exact)
         self._add_steps("drop-stale", partial(drop, **one), single, self._check_each)
-        self._add_steps("sync, sharded", partial(sync, **each), mean, exact)
+        self._add_steps("sync, servers", partial(sync, **each), mean, exact)
         self._add_steps(
-            "drop, sharded", partial(drop, **each), single, self._check_each
+            "drop, servers", partial(drop, **each), single, self._check_each
         )
         self._add_steps("sync, half", partial(sync, **half), mean / 2, rounded)
         self._add_steps("fragments", partial(local, **each), mean, pushed, _PERIOD)

@@ -2,9 +2,8 @@
 
 `arrays` is the only module that imports CuPy, when a device is first used. `kernels`
 compiles and launches the sources in ``kernels/``. `tables` has what a launch over many
-arrays reads, and what is known of arrays that come again. `PointerTable` launches
-kernels that move named arrays. `Transfer` copies named arrays between device and CPU
-memory. `NcclSum` sums device memory over processes.
+arrays reads. `PointerTable` launches kernels that move named arrays. `Transfer` copies
+named arrays between device and CPU memory. `NcclSum` sums device memory over processes.
 
 Imports `layout`, `files` and the modules below them.
 """
@@ -35,21 +34,16 @@ from hpcaccum.device.arrays import (
 )
 from hpcaccum.device.multi_tensor import (
     PointerTable,
-    Table,
     check_device_array,
     largest,
 )
 from hpcaccum.device.nccl import NcclSum, card, unique_id
-from hpcaccum.device.tables import Entry, Known
 from hpcaccum.device.transfer import Transfer
 
 __all__ = [
-    "Entry",
-    "Known",
     "NcclSum",
     "Pinned",
     "PointerTable",
-    "Table",
     "Transfer",
     "all_on_device",
     "card",

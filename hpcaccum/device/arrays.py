@@ -190,9 +190,12 @@ def device_facts() -> dict[str, Any]:
 
 
 def device_name() -> str:
-    """Return the current device's name and the versions of CUDA and CuPy."""
+    """Return name and memory of the current device, and versions of CUDA and CuPy."""
     facts = device_facts()
-    return f"{facts['device']}, CUDA {facts['driver']}, CuPy {facts['cupy']}"
+    return (
+        f"{facts['device']}, {facts['device_memory'] / 2**30:.0f} GiB, "
+        f"CUDA {facts['driver']}, CuPy {facts['cupy']}"
+    )
 
 
 def check_array(what: str, array: Any, floats: Iterable[Any]) -> None:

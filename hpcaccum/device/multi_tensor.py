@@ -1,7 +1,7 @@
 """Launches over many arrays at once.
 
-Named arrays are moved to and from a flat buffer, or added to it. Of any arrays, the
-largest absolute values are found.
+They move named arrays to and from a flat buffer, add them to it, or find the largest
+absolute value of each array.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from hpcaccum.device.tables import (
     KINDS,
     RECENT,
     Chunks,
-    Known,
     RecentTables,
     chunked,
     upload,
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 _MOST_OF_A_RESULT = 16384
 
 
-class Table(NamedTuple):
+class _Table(NamedTuple):
     """What a launch over several arrays reads: the arrays, and their pieces.
 
     `arrays` is on the device; it has a row of 4 int64 per array: address, offset in the
@@ -58,39 +57,20 @@ class PointerTable:
         most = RECENT + 2 * len(layout)
         chunks = RecentTables(lambda names: chunked([sizes[n] for n in names]), most)
 
-        def make(names: tuple[str, ...], found: tuple[tuple[int, int], ...]) -> Table:
+        def make(names: tuple[str, ...], found: tuple[tuple[int, int], ...]) -> _Table:
             rows = [
                 (address, layout.offsets[name], sizes[name], kind)
                 for name, (address, kind) in zip(names, found, strict=True)
             ]
             # A launch needs a block, so no arrays are one empty array.
-            return Table(upload(rows or [(0, 0, 0, 0)]), chunks(names))
+            return _Table(upload(rows or [(0, 0, 0, 0)]), chunks(names))
 
         self._chunks, self._tables = chunks, RecentTables(make, most)
-        self._shapes, self._checked = layout.shapes, Known[Table](most)
 
     def clear(self) -> None:
         """Release memory on the device. All launches must have ended."""
-        self._checked.clear()
         self._chunks.clear()
         self._tables.clear()
-
-    def table(self, arrays: Mapping[str, Any]) -> Table:
-        """Return the table for all or some of the layout's arrays."""
-        found = [(array.data.ptr, KINDS[array.dtype]) for array in arrays.values()]
-        return self._tables(tuple(arrays), tuple(found))
-
-    def checked(
-        self, what: str, arrays: Mapping[str, Any], dtypes: tuple[np.dtype[Any], ...]
-    ) -> Table:
-        """Return the table for arrays, after `check_device_array` for each of them."""
-        names = tuple(arrays)
-        found = self._checked.find(arrays.values(), names, dtypes)
-        if found.result is not None:
-            return found.result
-        for name, array in arrays.items():
-            check_device_array(f"{what} {name!r}", array, self._shapes[name], dtypes)
-        return found.keep(self.table(arrays))
 
     def pack(self, flat: Any, arrays: Mapping[str, Any]) -> None:
         """Copy arrays to the flat buffer, converted to its dtype."""
@@ -100,10 +80,8 @@ class PointerTable:
         """Copy the flat buffer to arrays, as their dtypes; an overflow is infinity."""
         self.unpacking(flat, arrays)()
 
-    def unpacking(
-        self, flat: Any, arrays: Mapping[str, Any] | Table
-    ) -> Callable[[], object]:
-        """Prepare an `unpack` to arrays, or those of a table; return what queues it."""
+    def unpacking(self, flat: Any, arrays: Mapping[str, Any]) -> Callable[[], object]:
+        """Prepare an `unpack`; return what queues it."""
         return self._launch("unpack", flat, arrays)
 
     def compile(self, packed: np.dtype[Any], unpacked: np.dtype[Any]) -> None:
@@ -114,7 +92,7 @@ class PointerTable:
     def addition(
         self,
         flat: Any,
-        arrays: Mapping[str, Any] | Table,
+        arrays: Mapping[str, Any],
         scale: float = 1.0,
         *,
         first: bool = False,
@@ -127,9 +105,10 @@ class PointerTable:
         return self._launch("multi_accumulate", flat, arrays, factor, np.int32(first))
 
     def _launch(
-        self, kernel: str, flat: Any, arrays: Mapping[str, Any] | Table, *scalars: Any
+        self, kernel: str, flat: Any, arrays: Mapping[str, Any], *scalars: Any
     ) -> Callable[[], object]:
-        table = arrays if isinstance(arrays, Table) else self.table(arrays)
+        found = [(array.data.ptr, KINDS[array.dtype]) for array in arrays.values()]
+        table = self._tables(tuple(arrays), tuple(found))
         return kernels.prepare(
             kernel,
             flat.dtype,

@@ -9,17 +9,16 @@ launches in NVIDIA's Apex.
 from __future__ import annotations
 
 import functools
-import operator
 import threading
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from hpcaccum.device import kernels
-from hpcaccum.device.arrays import cupy, current_device, current_stream, is_device
+from hpcaccum.device.arrays import cupy, current_device, current_stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from numpy.typing import ArrayLike
 
@@ -34,8 +33,6 @@ RECENT = 8
 # multiprocessors would have no work. A block moves _LEAST in one pass. (An H100 packs
 # 1 GiB at 0.96 of a copy's rate so, and at 0.90 with blocks of 16384.)
 _MOST, _LEAST = 4096, 1024
-# All that a check of an array on a device, or a table, reads of it.
-_FACTS = operator.attrgetter("data.ptr", "data.device_id", "dtype", "shape", "strides")
 # cudaStreamPerThread of the CUDA runtime.
 _PER_THREAD = 2
 
@@ -88,68 +85,13 @@ class RecentTables(Generic[T]):
 
     def __call__(self, *key: Hashable) -> T:
         """Return the result for a key on the current stream."""
-        return self._of_stream(stream_key(), *key)
+        stream = current_stream()
+        # The stream itself, not its address: CUDA gives the address of a stream that is
+        # gone to the next one, even before the work of the first is complete. And the
+        # default streams of all devices, and of all threads, have the same addresses.
+        thread = threading.get_ident() if stream.ptr == _PER_THREAD else 0
+        return self._of_stream((current_device(), stream, thread), *key)
 
     def clear(self) -> None:
         """Drop all tables."""
         self._of_stream.cache_clear()
-
-
-def stream_key() -> tuple[int, Any, int]:
-    """Return a key of the current device and stream.
-
-    It has the stream itself, not its address: CUDA gives the address of a stream that
-    is gone to the next one, even before the work of the first is complete.
-    """
-    stream = current_stream()
-    # The default streams of all devices, and of all threads, have the same addresses.
-    thread = threading.get_ident() if stream.ptr == _PER_THREAD else 0
-    return current_device(), stream, thread
-
-
-class Known(Generic[T]):
-    """Results of checks of sets of arrays on a device, and tables of these.
-
-    To check hundreds of arrays takes longer than to launch a kernel. A result is found
-    again by all that the checks have read: it is valid for any arrays of which this is
-    equal, so no array is kept alive. Like a table, it belongs to a stream. Several
-    threads may use it.
-    """
-
-    def __init__(self, most: int = RECENT) -> None:
-        self._most = most
-        self._results: dict[Hashable, T] = {}
-
-    def find(self, arrays: Collection[Any], *more: Hashable) -> Entry[T]:
-        """Return the entry of these arrays."""
-        kinds = dict(zip(map(type, arrays), arrays, strict=True))
-        if not all(map(is_device, kinds.values())):
-            return Entry(self, None, None)
-        key = (stream_key(), more, *map(_FACTS, arrays))
-        return Entry(self, key, self._results.get(key))
-
-    def keep(self, key: Hashable, result: T) -> None:
-        """Keep a result."""
-        # All at once, which needs no lock. More sets in turn than that are seldom.
-        if len(self._results) >= self._most:
-            self._results.clear()
-        self._results[key] = result
-
-    def clear(self) -> None:
-        """Drop all results."""
-        self._results.clear()
-
-
-class Entry(Generic[T]):
-    """A result, None if it is not known, and how to keep it."""
-
-    __slots__ = ("_key", "_known", "result")
-
-    def __init__(self, known: Known[T], key: Hashable, result: T | None) -> None:
-        self._known, self._key, self.result = known, key, result
-
-    def keep(self, result: T) -> T:
-        """Keep a result, if the arrays were on a device; return it."""
-        if self._key is not None:
-            self._known.keep(self._key, result)
-        return result

@@ -75,7 +75,7 @@ _KNOWN = {
     # SIGBUS: a page of a file for which there is no memory.
     "Bus error": _FULL,
     "EXIT CODE: 7\n": _FULL,
-    # Of UCX, and of Open MPI.
+    # UCX prints the first, Open MPI the second.
     "dest_addr=": _NETWORK,
     "Socket closed": _NETWORK,
 }
@@ -142,8 +142,8 @@ def _launcher() -> list[str]:
     slurm = "SLURM_JOB_ID" in os.environ and shutil.which("srun")
     if slurm:
         return [slurm, f"--mpi={slurm_plugin(_vendor())}"]
-    places = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
-    mpiexec = shutil.which("mpiexec", path=places)
+    folders = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+    mpiexec = shutil.which("mpiexec", path=folders)
     if mpiexec is None:
         raise InvalidArgumentError("no mpiexec in PATH: name one with --launcher")
     return [mpiexec, "-n", "2"]
@@ -178,8 +178,8 @@ def _findings(launcher: list[str], timeout: float) -> Iterator[tuple[str, Findin
 def _tried(launcher: list[str], name: str, timeout: float) -> Finding:
     """Return what a job of its own found, or how it ended."""
     # All nodes see the directory of a job, but not /tmp.
-    place = "." if os.access(".", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix=".hpcaccum-doctor-", dir=place) as folder:
+    parent = "." if os.access(".", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix=".hpcaccum-doctor-", dir=parent) as folder:
         out = Path(folder).resolve() / "finding.json"
         words = ["-m", "hpcaccum", "doctor", "--probe", name, "--out", str(out)]
         words += ["--timeout", str(timeout)]

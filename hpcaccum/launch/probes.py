@@ -209,11 +209,11 @@ def _arrives(group: Group) -> bool:
 
 
 def shared_memory(group: Group) -> Finding:
-    """The memory in /dev/shm, where gradients lie."""
+    """The memory in /dev/shm, which holds gradients."""
     shm = os.statvfs(_SHM)
     free, total = shm.f_bavail * shm.f_frsize, shm.f_blocks * shm.f_frsize
-    # What needs most (see the README): `SyncReplicasOptimizer` with Adam needs two
-    # gradients of each rank, and the parameters, two copies and two slots of them.
+    # `SyncReplicasOptimizer` with Adam needs most: two gradients of each rank, and the
+    # parameters, two copies and two slots of them (docs/guarantees.md).
     largest = max(0, free - group.node.size * (1 << 20)) / (2 * group.node.size + 5)
     least = min(group.allgather((largest, total), "shared memory"))
     text = (
@@ -249,7 +249,7 @@ def _is_old(path: Path) -> bool:
     try:
         state = path.stat()
     except FileNotFoundError:
-        # Of another job, which has ended meanwhile.
+        # Another job had it, and has ended meanwhile.
         return False
     return state.st_uid == os.getuid() and time.time() - state.st_mtime > 600
 

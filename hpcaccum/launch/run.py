@@ -112,8 +112,8 @@ class _Run:
         if self._directory is None:
             return set()
         # Each model of a run with several shard groups has a folder.
-        places = self._directory, *self._directory.glob("group-*")
-        return {file for place in places for file in checkpoint.files(place)}
+        folders = self._directory, *self._directory.glob("group-*")
+        return {file for each in folders for file in checkpoint.files(each)}
 
     def _may_restart(self, status: int, before: set[Path]) -> bool:
         """Return whether to start the command again; say so, or why not."""

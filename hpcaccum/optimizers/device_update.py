@@ -3,8 +3,7 @@
 A launch takes microseconds, as long as the update of a megabyte, and a model has
 hundreds of small variables. The kernels of kernels/update.cu therefore read addresses
 from tables on the device. The tables are kept: of the same variables, only the table of
-gradients is copied again, and only if their addresses have changed. If nothing has
-changed, an earlier `Launch` is run again.
+gradients is copied again, and only if their addresses have changed.
 """
 
 from __future__ import annotations
@@ -14,59 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpcaccum.device import Entry, Known, kernels, tables
+from hpcaccum.device import kernels, tables
 from hpcaccum.dtypes import accumulation_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hpcaccum.optimizers.checks import Pairs
     from hpcaccum.optimizers.snapshot import State
-
-
-class Updates:
-    """Updates sets of variables by a rule's kernel; keeps the tables of recent sets.
-
-    Several threads may use it. Launches go to the current stream.
-    """
-
-    def __init__(self) -> None:
-        self._plan = tables.RecentTables(_Plan)
-        self._known: Known[Launch] = Known()
-
-    def find(self, pairs: Pairs) -> Entry[Launch]:
-        """Return the entry of a launch that has updated these pairs, if one has."""
-        grads, variables = zip(*pairs, strict=True)
-        return self._known.find(grads, variables)
-
-    def prepare(
-        self, kernel: str, states: Sequence[State], grads: Sequence[Any]
-    ) -> Launch:
-        """Return what updates variables; compile the kernels."""
-        return self._plan(kernel, tuple(states)).launch(states, grads)
-
-    def clear(self) -> None:
-        """Free all tables."""
-        self._known.clear()
-        self._plan.clear()
-
-
-class Launch(NamedTuple):
-    """An update of variables by gradients at certain addresses; may be repeated."""
-
-    states: Sequence[State]
-    groups: list[_Group]
-    # The table of the gradients of each group.
-    gradients: list[Any]
-    # Gradients that are copies, made for this launch alone.
-    copies: list[Any]
-
-    def run(self, numbers: Callable[[int], tuple[float, ...]]) -> None:
-        """Count an update of all variables, and update them; queued, not waited for."""
-        steps = [state.count() for state in self.states]
-        of_step = {step: numbers(step) for step in set(steps)}
-        for group, gradients in zip(self.groups, self.gradients, strict=True):
-            group.launch(gradients, steps, of_step)
 
 
 class _Group(NamedTuple):
@@ -99,11 +52,12 @@ class _Group(NamedTuple):
         self.kernel(grid, (kernels.THREADS,), (*work, *numbers))
 
 
-class _Plan:
+class Plan:
     """The tables for one set of variables on one stream."""
 
     def __init__(self, kernel: str, states: tuple[State, ...]) -> None:
         memory = _Memory(states)
+        self._states = states
         self._wide = [accumulation_dtype(state.variable.dtype) for state in states]
         groups = memory.separate(_by_dtype(states))
         self._groups = [_group(kernel, states, members) for members in groups]
@@ -112,16 +66,20 @@ class _Plan:
             functools.partial(_locate, memory, self._wide, self._groups)
         )
 
-    def launch(self, states: Sequence[State], grads: Sequence[Any]) -> Launch:
-        """Return the update by gradients."""
+    def update(
+        self, grads: Sequence[Any], numbers: Callable[[int], tuple[float, ...]]
+    ) -> None:
+        """Count an update of all variables, and queue it on the current stream."""
         located = self._located(*_places(grads))
-        copies = [grads[i].astype(self._wide[i]) for i in located.copied]
-        if copies:
+        if located.copied:
             grads = list(grads)
-            for i, copy in zip(located.copied, copies, strict=True):
-                grads[i] = copy
+            for i in located.copied:
+                grads[i] = grads[i].astype(self._wide[i])
             located = self._located(*_places(grads))
-        return Launch(states, self._groups, located.tables, copies)
+        steps = [state.count() for state in self._states]
+        of_step = {step: numbers(step) for step in set(steps)}
+        for group, gradients in zip(self._groups, located.tables, strict=True):
+            group.launch(gradients, steps, of_step)
 
 
 class _Located(NamedTuple):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 
-from hpcaccum.device import Entry, cupy
+from hpcaccum.device import cupy, tables
 from hpcaccum.dtypes import Array, accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.base import KeptState, Optimizer
@@ -27,7 +27,7 @@ from hpcaccum.optimizers.checks import (
     check_global_step,
     check_gradient,
 )
-from hpcaccum.optimizers.device_update import Launch, Updates
+from hpcaccum.optimizers.device_update import Plan
 from hpcaccum.optimizers.slices import Gradient, apart
 from hpcaccum.optimizers.snapshot import Key, State, check_state
 from hpcaccum.optimizers.variable import Variable, is_float
@@ -83,7 +83,7 @@ class Rule(Optimizer):
         self._rate = RateOfStep(learning_rate)
         # Those of variables that have not been updated yet are not visible.
         self._states: dict[Variable, State] = {}
-        self._on_device = Updates()
+        self._on_device = tables.RecentTables(Plan)
         self._scratch = Scratch()
 
     @property
@@ -178,24 +178,20 @@ class Rule(Optimizer):
                 `check_global_step`, or for an invalid result of the learning rate's
                 callable; before any change.
         """
-        given = [pair for pair in as_pairs(grads_and_vars) if pair[0] is not None]
-        found = self._on_device.find(given)
-        if found.result is None:
-            given = [(check_gradient(grad, var), var) for grad, var in given]
+        given = [
+            (check_gradient(grad, variable), variable)
+            for grad, variable in as_pairs(grads_and_vars)
+            if grad is not None
+        ]
         check_global_step(global_step)
-        self._apply_at(None, given, found)
+        self._apply_at(None, given)
         if global_step is not None:
             global_step.value[...] += 1
 
-    def _apply_at(
-        self, rate: float | None, given: Given, found: Entry[Launch] | None = None
-    ) -> None:
+    def _apply_at(self, rate: float | None, given: Given) -> None:
         """Update variables at a learning rate; by default, the rule's own."""
         if rate is None:
             rate = self._rate.at(lambda: self._updates(given))
-        if found is not None and found.result is not None:
-            self._launch(found.result, rate)
-            return
         updates = [(grad, self._state(var)) for grad, var in given]
         on_device: Any = [update for update in updates if update[1].on_device]
         if len(on_device) < len(updates):
@@ -206,10 +202,9 @@ class Rule(Optimizer):
                     self._apply(grad, state, rate)
         if on_device:
             grads, states = zip(*on_device, strict=True)
-            launch = self._on_device.prepare(self._kernel, states, grads)
-            self._launch(launch, rate)
-            if found is not None and not launch.copies:
-                found.keep(launch)
+            numbers, constants = self._numbers, self._constants()
+            plan = self._on_device(self._kernel, states)
+            plan.update(grads, lambda step: (*numbers(rate, step), *constants))
 
     def _apply(self, grad: Array | Rows, state: State, rate: float) -> None:
         step, value = state.count(), state.variable.value
@@ -222,11 +217,6 @@ class Rule(Optimizer):
             update_rows(grad, [value, *slots], scratch, self._update, numbers)
         else:
             update_array([value, grad, *slots], scratch, self._update, numbers)
-
-    def _launch(self, launch: Launch, rate: float) -> None:
-        """Update variables on the device by one launch for each dtype."""
-        constants = self._constants()
-        launch.run(lambda step: (*self._numbers(rate, step), *constants))
 
     @property
     def elementwise(self) -> bool:

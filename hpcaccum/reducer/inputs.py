@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.arguments import converted, fitting
-from hpcaccum.device import Known, all_on_device, is_device, tables
+from hpcaccum.device import all_on_device, is_device
 from hpcaccum.dtypes import FLOATS, check_unmasked
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.overlap import sharing
@@ -43,10 +43,6 @@ class Inputs:
             for number, (name, array) in enumerate(arrays.items())
         }
         self.all = (1 << len(arrays)) - 1
-        # Of arrays on a device that have passed all checks, the set of their names.
-        self._passed: Known[int] = Known(tables.RECENT + 2 * len(arrays))
-        # Whether arrays may be on a device: `find` takes longer than to check a few.
-        self._on_device = False
 
     def _own(self, name: str) -> tuple[Array, tuple[int, ...], np.dtype[Any], int]:
         try:
@@ -78,10 +74,6 @@ class Inputs:
         self, arrays: Mapping[str, Any], started: int
     ) -> tuple[dict[str, Array], int]:
         """Return the inputs to copy in, and the set of all their names."""
-        known = self._on_device and self._passed
-        entry = known and known.find(arrays.values(), tuple(arrays), started)
-        if entry and entry.result is not None:
-            return dict(arrays), entry.result
         found, members, plain = {}, 0, True
         for name, given in arrays.items():
             own, shape, dtype, bit = self._own(name)
@@ -104,17 +96,11 @@ class Inputs:
                     given = converted(given, dtype)
             found[name] = given
         if not plain:
-            self._on_device = all_on_device(self._what, arrays.values())
-            if entry:
-                entry.keep(members)
+            all_on_device(self._what, arrays.values())
         return found, members
 
     def targets(self, out: Mapping[str, Array], members: int) -> Mapping[str, Array]:
         """Check the arrays that results are copied to, and return them."""
-        known = self._on_device and self._passed
-        entry = known and known.find(out.values(), tuple(out), "out", members)
-        if entry and entry.result is not None:
-            return out
         plain = True
         for name, array in out.items():
             own, shape, _, bit = self._own(name)
@@ -135,10 +121,8 @@ class Inputs:
             if array.shape != shape:
                 fitting(what, array, own)
         if not plain:
-            self._on_device = all_on_device(f"{self._what}: out", out.values())
+            all_on_device(f"{self._what}: out", out.values())
         self._check_apart(out)
-        if not plain and entry:
-            entry.keep(members)
         return out
 
     def _check_apart(self, out: Mapping[str, Array]) -> None:
@@ -168,10 +152,9 @@ class Inputs:
     def free(self) -> None:
         """Release the memory."""
         self._known, self._results = {}, np.empty(0)
-        self._passed.clear()
 
     def exact(self, out: Mapping[str, Array]) -> Mapping[str, Array]:
         """Return the targets that a schedule copies to; there is at least one."""
-        if self._on_device and is_device(next(iter(out.values()))):
+        if is_device(next(iter(out.values()))):
             return out
         return {n: array for n, array in out.items() if array.dtype is self._wide}

@@ -46,19 +46,10 @@ def columns(form: RowFormat) -> int:
 class RowExchange:
     """Sums rows of one group, in any number of calls. Collective.
 
-    Args:
-        group, name: The ranks; the name for messages.
-        formats: Of the rows, by name; in the same order on all ranks.
-        marks: Memory for what the reduction adds, by name: a matrix with a row for each
-            rank, and with `columns` columns.
-
-    Attributes:
-        broken: Whether this rank is in `collect`, or an exception has ended it. Then no
-            other call can be made.
-
-    Raises:
-        InvalidArgumentError, RuntimeError: On every rank, if the node has too little
-            memory that ranks can share.
+    ``formats`` of the rows are by name, in the same order on all ranks. ``marks`` is
+    memory for what the reduction adds, by name: a matrix with a row for each rank, and
+    with `columns` columns. `broken` tells whether this rank is in `collect`, or an
+    exception has ended it: then no other call can be made.
     """
 
     def __init__(

@@ -21,13 +21,9 @@ _INT64 = np.dtype(np.int64)
 
 
 class RowFormat(NamedTuple):
-    """How some rows of a matrix lie in bytes.
+    """How at most `capacity` rows of a matrix lie in bytes.
 
-    Attributes:
-        capacity: Maximum number of rows.
-        width: Elements of a row.
-        dtype: Of the values.
-        weighted: Whether weights are stored; without them, each is 1.
+    A row has `width` elements. If not `weighted`, no weights are stored, and each is 1.
     """
 
     capacity: int
@@ -85,12 +81,9 @@ def divided(
 
 
 class RowPlace(NamedTuple):
-    """A place in a vector for rows and, before them, their number.
+    """A place in a vector for rows of a variable and, before them, their number.
 
-    Attributes:
-        name: Of the variable.
-        begin: First element of the place.
-        form: Format of the rows; its dtype is that of the vector.
+    `begin` is its first element. The dtype of `form` is that of the vector.
     """
 
     name: str

@@ -23,10 +23,8 @@ class RowLog:
 
     The position of an entry is the number of entries before it. The root, a rank of the
     node, appends entries, of which the last ``size`` can be read. It waits for no
-    reader: one that is too slow finds that entries were overwritten.
-
-    Attributes:
-        end: The position after the last entry; on the root only.
+    reader: one that is too slow finds that entries were overwritten. On the root, `end`
+    is the position after the last entry.
     """
 
     def __init__(self, group: Group, root: int, size: int) -> None:

@@ -18,13 +18,10 @@ _CHUNK = 1 << 16
 
 
 class Rows(NamedTuple):
-    """Some rows of a matrix: ascending, each of them once.
+    """Some rows of a matrix: ascending `indices` (int64), each once, and their values.
 
-    Attributes:
-        indices: Vector of int64.
-        weights: Vector of float64: the sum of the weights of the gradients that have
-            this row; their number, if each weight is 1.
-        values: Matrix with a row for each index.
+    A weight (float64) is the sum of the weights of the gradients that have the row:
+    their number, if each weight is 1.
     """
 
     indices: Array
@@ -67,11 +64,10 @@ def weighted(rows: Rows, factor: float) -> Rows:
 def _add(
     indices: Array, values: Array, dtype: np.dtype[Any]
 ) -> tuple[Array, Array, Array, Array]:
-    """Return different indices and the sums of their rows.
+    """Return different indices and the sums of their rows, and where these came from.
 
-    Returns:
-        These two; the order in which the given indices ascend, and the positions there
-        where another one begins.
+    That is the order in which the given indices ascend, and the positions in it at
+    which another one begins.
     """
     # Stable, so that rows of one index are added in the order in which they are given.
     order = np.argsort(indices, kind="stable")

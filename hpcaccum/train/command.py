@@ -10,7 +10,7 @@ from hpcaccum import Group, group_of, span, trace
 from hpcaccum.device import device_name, use_device
 from hpcaccum.errors import RESTART
 from hpcaccum.files import JsonLines, check_writable, ending_the_job
-from hpcaccum.machine import circumstances, place_and_date
+from hpcaccum.machine import circumstances, hosts_and_date
 from hpcaccum.plots import check_picture
 from hpcaccum.server import check_nodes
 from hpcaccum.stopping import Stopping, ask_restart
@@ -118,7 +118,7 @@ def _train(
         with ending_the_job("--trace", options.trace):
             tracing.close()
     log.close()
-    return _report(results, options, group, title, place_and_date(facts), say)
+    return _report(results, options, group, title, hosts_and_date(facts), say)
 
 
 def _report(
@@ -126,7 +126,7 @@ def _report(
     options: Options,
     group: Group,
     title: str,
-    place: str,
+    where: str,
     say: Callable[[str], None],
 ) -> int:
     """Show the results of all strategies, return the status. Collective."""
@@ -144,7 +144,7 @@ def _report(
             say(saved(results[-1], options))
         if options.plot:
             with ending_the_job("--plot", options.plot):
-                plot.draw(results, f"{title}\n{place}", options.plot)
+                plot.draw(results, f"{title}\n{where}", options.plot)
             say(f"picture: {options.plot}")
     if diverged:
         # A rank that exits ends the job, maybe before the picture is drawn.

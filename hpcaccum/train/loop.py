@@ -86,8 +86,8 @@ class Run:
         self._optimizer = _make(strategy, options, group)
         self._collective = strategy == "cross-shard"
         sizes = data.x.shape[1], *options.hidden, data.classes
-        place = cupy().asarray if options.device == "cuda" else np.asarray
-        self._model = MLP(sizes, options.seed, place=place)
+        to_device = cupy().asarray if options.device == "cuda" else np.asarray
+        self._model = MLP(sizes, options.seed, to_device=to_device)
         count = {"cross-shard": group.size, "sync-replicas": options.quorum}
         is_periodic = strategy in PERIODIC
         # Gradients in an update, and whether each rank that trains has one in each.
@@ -115,9 +115,10 @@ class Run:
         """Train. Collective."""
         self._start_or_resume()
         options, group = self._options, self._group
-        place = group.rank, group.size
         begin = self._batches_used()
-        self._batches = batches(self._data, options.batch, *place, options.seed, begin)
+        self._batches = batches(
+            self._data, options.batch, group.rank, group.size, options.seed, begin
+        )
         self._evaluate(self._start, 0.0)
         group.allgather(None, "start of training")
         self._begun = time.monotonic()

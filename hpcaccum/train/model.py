@@ -25,7 +25,7 @@ class MLP:
     """Fully connected layers, ReLU between them, softmax cross-entropy at the end.
 
     `variables` are weights (inputs, outputs) and biases (outputs,), layer by layer.
-    ``place`` moves an array to the device that computes the model.
+    ``to_device`` moves an array to the device that computes the model.
     """
 
     def __init__(
@@ -33,16 +33,16 @@ class MLP:
         sizes: Sequence[int],
         seed: int,
         dtype: Any = np.float32,
-        place: Callable[[Array], Array] = np.asarray,
+        to_device: Callable[[Array], Array] = np.asarray,
     ) -> None:
-        self._place = place
+        self._to_device = to_device
         rng = np.random.default_rng(seed)
         self.variables: list[Variable] = []
         for number, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
             weights = rng.standard_normal((inputs, outputs)) * np.sqrt(2 / inputs)
             self.variables += [
-                Variable(place(weights.astype(dtype)), f"weights{number}"),
-                Variable(place(np.zeros(outputs, dtype)), f"biases{number}"),
+                Variable(to_device(weights.astype(dtype)), f"weights{number}"),
+                Variable(to_device(np.zeros(outputs, dtype)), f"biases{number}"),
             ]
 
     def _forward(self, x: Array) -> list[Array]:
@@ -62,8 +62,8 @@ class MLP:
         """Return the mean loss of a batch and its gradients, ordered as `variables`."""
         into = into or {var.name: np.empty_like(var.value) for var in self.variables}
         gradients = [into[var.name] for var in self.variables]
-        labels = self._place(y)
-        *inputs, losses = self._forward(self._place(x))
+        labels = self._to_device(y)
+        *inputs, losses = self._forward(self._to_device(x))
         rows = library(labels).arange(len(y))
         value = -float(losses[rows, labels].mean())
         error = np.exp(losses)
@@ -83,8 +83,8 @@ class MLP:
         loss, right = 0.0, 0
         for begin in range(0, len(y), _CHUNK):
             rows = slice(begin, begin + _CHUNK)
-            losses = self._forward(self._place(x[rows]))[-1]
-            labels = self._place(y[rows])
+            losses = self._forward(self._to_device(x[rows]))[-1]
+            labels = self._to_device(y[rows])
             loss -= float(losses[library(labels).arange(len(labels)), labels].sum())
             right += int((losses.argmax(axis=1) == labels).sum())
         return loss / len(y), right / len(y)

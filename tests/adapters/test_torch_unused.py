@@ -8,6 +8,7 @@ import torch
 
 import hpcaccum as hpc
 import hpcaccum.torch as hpt
+from hpcaccum import testing
 
 from ..mpi.support import meet
 from ..mpi.training import raised
@@ -190,10 +191,10 @@ def test_any_error_in_a_hook_is_raised_on_all_ranks(error, comm, rank, monkeypat
     with hpt.CrossShard(sgd(model), comm=comm) as opt:
         if rank == 1:
 
-            def start(*args):
+            def start(*args, **options):
                 raise error
 
-            monkeypatch.setattr(opt._shard, "start", start)
+            monkeypatch.setattr(testing.reducer(opt), "start", start)
         found = raised(full(model, rank, 0).backward)
         assert isinstance(found, type(error) if rank == 1 else RuntimeError)
         assert "no" in str(found)

@@ -53,6 +53,12 @@ class Watched:
         return memory[self._begin : self._end].reshape(self.shape)
 
 
+def forget_kernels():
+    """Forget what was read and compiled, and what was found wrong."""
+    for function in kernels.source, kernels._module, kernels._kernel:
+        function.cache_clear()
+
+
 def launch(name, *args, size=None, blocks=None):
     """Launch as the package does, over ``size`` elements or with ``blocks`` blocks."""
     grid = blocks or kernels.blocks(size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from hpcaccum.bench.device import DEVICE_BENCHMARKS
 from hpcaccum.bench.measure import measure, rows
 from hpcaccum.device import kernels
 
+from ..common import json_lines
 from ..system.conftest import REPOSITORY, run_program
 from ..unit.measured import check_rows
 
@@ -116,8 +116,7 @@ def test_table_and_json(bench, tmp_path):
     assert lines[0].startswith("1 rank on ")
     assert f"CuPy {cupy.__version__}; 20" in lines[2]
     assert max(map(len, lines[3:])) <= 80
-    written = (tmp_path / "rows.json").read_text()
-    found = [json.loads(line) for line in written.splitlines()]
+    found = json_lines(tmp_path / "rows.json")
     assert list(dict.fromkeys(row["benchmark"] for row in found)) == [
         *DEVICE_BENCHMARKS
     ]

@@ -107,6 +107,16 @@ def test_gradients_are_converted_to_the_dtype_of_sums(make, form, dtype, taken):
     same_bits(form, mean, np.full(5, 3.5, dtype))
 
 
+def test_arrays_of_another_dtype_at_the_same_place_are_others():
+    acc = hpc.DeviceAccumulator("float32", {"a": (4,), "none": (0, 3), "b": ()})
+    one, none = cupy.ones((), np.float32), cupy.zeros((0, 3), np.float32)
+    half = cupy.asarray(np.array([1, 2, 3, 4], np.float16))
+    for step, array in enumerate([half, half.view(BFLOAT16)]):
+        acc.apply_grad({"b": one, "a": array, "none": none}, step)
+        sums = acc.take_grad(1)
+        np.testing.assert_array_equal(sums["a"].get(), array.get().astype("f4"))
+
+
 @pytest.mark.parametrize(("dtype", "large"), [("float16", 2048), (BFLOAT16, 256)])
 def test_halves_are_summed_in_float32(make, form, dtype, large):
     acc = make(dtype, ())

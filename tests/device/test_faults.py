@@ -21,6 +21,7 @@ from . import (
     test_sparse,
     test_update,
 )
+from .launching import forget_kernels
 
 accumulate = partial(test_accumulate.test_sum_is_the_numpy_line, "f32", 5003, (0, 0))
 accumulate_shifted = partial(accumulate.func, "f32", 1025, (1, 0))
@@ -174,8 +175,7 @@ def plant(fault, folder):
 
 def take_kernels_from(folder):
     """Make this process, a child of the test's, use other kernels."""
-    for function in ("source", "_kernel", "_module"):
-        getattr(kernels, function).cache_clear()
+    forget_kernels()
     kernels.shipped = lambda _: folder
 
 

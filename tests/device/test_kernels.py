@@ -9,6 +9,8 @@ import pytest
 from hpcaccum import DeviceUnavailableError
 from hpcaccum.device import kernels
 
+from .launching import forget_kernels
+
 # What CuPy 14.2 says, with NVRTC 13.0; each is raised where it was seen.
 TEXTS = {
     "no NVRTC": (
@@ -39,11 +41,9 @@ TEXTS = {
 @pytest.fixture
 def forgotten():
     """All that was compiled, and all that was found wrong, is forgotten."""
-    for function in (kernels._kernel, kernels._module):
-        function.cache_clear()
+    forget_kernels()
     yield
-    for function in (kernels._kernel, kernels._module):
-        function.cache_clear()
+    forget_kernels()
 
 
 @pytest.mark.parametrize("case", TEXTS)

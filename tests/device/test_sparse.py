@@ -9,7 +9,7 @@ import pytest
 
 from hpcaccum.device import kernels
 
-from .launching import DTYPES, Watched, i64, launch, normal, numbers
+from .launching import DTYPES, Watched, forget_kernels, i64, launch, normal, numbers
 
 ROWS = 17
 WIDE = pytest.mark.parametrize("kind", ["f32", "f64"])
@@ -51,17 +51,13 @@ def groups_of(number):
             text = text.replace("0xffffffffll", f"{number}ll")
         return text
 
-    def forget():
-        kernels._module.cache_clear()
-        kernels._kernel.cache_clear()
-
-    forget()
+    forget_kernels()
     kernels.source = changed
     try:
         yield
     finally:
         kernels.source = whole
-        forget()
+        forget_kernels()
 
 
 def values_of(k, width, kind):

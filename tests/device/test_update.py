@@ -136,6 +136,26 @@ def test_a_table_belongs_to_the_stream_that_copied_it():
     assert made(3) is here
 
 
+def test_the_same_gradients_of_other_variables():
+    rule, grads = hpc.SGD(1.0), [cupy.full(3, i, np.float32) for i in (1, 2)]
+    variables = [hpc.Variable(cupy.zeros(3, np.float32), f"w{i}") for i in "ab"]
+    for given in variables, variables[::-1], variables:
+        rule.apply_gradients(zip(grads, given, strict=True))
+    for variable, value in zip(variables, (-4, -5), strict=True):
+        assert (variable.value.get() == value).all()
+
+
+def test_a_copied_gradient_is_copied_in_each_call():
+    """The gradient of a product by one factor is the other one, which changes."""
+    rule, expected = hpc.SGD(1.0), np.array([1.0, 2.0])
+    x, y = (hpc.Variable(cupy.full(3, i, np.float32), f"w{i}") for i in (1, 2))
+    for _ in range(3):
+        rule.apply_gradients([(y.value, x), (x.value, y)])
+        expected -= expected[::-1].copy()
+    assert (x.value.get() == expected[0]).all()
+    assert (y.value.get() == expected[1]).all()
+
+
 def test_gradients_and_variables_lie_on_one_device(monkeypatch):
     monkeypatch.setenv("CUPY_SIMULATOR_DEVICES", "2")
     if cupy.cuda.runtime.getDeviceCount() < 2:

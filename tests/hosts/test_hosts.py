@@ -5,7 +5,6 @@ Where no hosts can be made these tests are skipped, unless HPCACCUM_REQUIRE_HOST
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import Cluster, hosts
+
+from ..common import json_lines
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -63,7 +64,7 @@ def test_bytes_of_each_strategy_are_counted(tmp_path: Path):
 
     assert done.returncode == 0, done.stdout
     assert "bytes counted by eth0 of each of 3 nodes" in done.stdout
-    rows = {row["name"]: row for row in map(json.loads, file.read_text().splitlines())}
+    rows = {row["name"]: row for row in json_lines(file)}
     for name, row in rows.items():
         figures = row["figures"]
         counted, must = (
@@ -73,7 +74,7 @@ def test_bytes_of_each_strategy_are_counted(tmp_path: Path):
         # Also those of headers, so never less.
         assert counted > must, name
     # Only half of the bytes.
-    for half, whole in ("sync, half", "sync, sharded"), ("fragm., half", "fragments"):
+    for half, whole in ("sync, half", "sync, servers"), ("fragm., half", "fragments"):
         link, other = (
             rows[name]["figures"]["bytes on the busiest link"] for name in (half, whole)
         )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import InvalidArgumentError
+from hpcaccum import InvalidArgumentError, testing
 
 from .on_device import FEW_RANKS, Aware
 from .training import ONE_SIDED, WRAPPERS, gives, meet, raised
@@ -159,12 +159,13 @@ def test_gradients_go_by_mpi_where_that_is_asked_for(cp, aware, comm, rank, size
     w = hpc.Variable(cp.zeros(500), "w")
     with hpc.CrossShardOptimizer(hpc.SGD(1), comm=comm, cuda_aware=True) as opt:
         opt.initialize([w])
-        taken = Aware.of(opt._shard.reducer)
+        reducer = testing.reducer(opt)
+        taken = Aware.of(reducer)
         for _ in range(2):
             opt.minimize(gives(cp.full(500, float(rank))))
-        assert opt._shard.reducer.statistics().schedule == "flat"
+        assert reducer.statistics().schedule == "flat"
         assert taken.given == 2
-        assert not opt._shard.reducer.arrays()["w"].any()
+        assert not reducer.arrays()["w"].any()
     assert (w.value.get() == 1 - size).all()
 
 

@@ -13,6 +13,7 @@ from hpcaccum import (
     Layout,
     Reducer,
     WaitTimeoutError,
+    testing,
 )
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import use_device
@@ -359,7 +360,7 @@ def test_updates_are_those_of_cpu_memory(cp, comm, rank, size, reduction, scenar
                 own["b"][...] = np.nan
             grads = [library.asarray(own[var.name]) for var in variables]
             opt.apply_gradients(zip(grads, variables, strict=True))
-        used = opt._shard.reducer.statistics().schedule
+        used = testing.reducer(opt).statistics().schedule
         assert (used == "nccl") == (options.get("schedule") == "nccl")
         opt.free()
         results.append([opt.center(variables), opt.global_step, opt.statistics()])

@@ -81,7 +81,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# Of each digit, in the data of scikit-learn.
+# How many samples scikit-learn's data have of each digit.
 _DIGITS = [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
 
 
@@ -96,7 +96,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # What lets the others go on when a rank is killed: options of the launcher, and what
-# starts each program (README.md says why).
+# starts each program (docs/failures.md says why).
 SURVIVE = {
     "MPICH": (
         ["-disable-auto-cleanup"],

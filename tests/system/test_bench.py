@@ -9,7 +9,7 @@ import struct
 
 import pytest
 
-from ..common import status_of
+from ..common import json_lines, status_of
 
 BENCHMARKS = ["accumulate", "allreduce", "step"]
 QUICK = "--sizes", "4K", "64K", "--seconds", "0.05"
@@ -36,17 +36,13 @@ def measured(patched, tmp_path_factory):
     return directory / "rows.json"
 
 
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_table_files_and_picture(bench, tmp_path):
     ranks, files = 3, ("--json", "rows.json", "--csv", "rows.csv", "--plot", "rows.png")
     shown = bench(ranks, "all", *QUICK, *files)
 
     assert shown.startswith(f"{ranks} ranks on ")
     assert max(map(len, shown.splitlines()[2:])) <= 80
-    rows = read(tmp_path / "rows.json")
+    rows = json_lines(tmp_path / "rows.json")
     assert list(dict.fromkeys(row["benchmark"] for row in rows)) == BENCHMARKS
     for row in rows:
         assert row["ranks"] == row["ranks_per_node"] == sum(row["hosts"].values())
@@ -155,14 +151,14 @@ def test_against_gloo(bench, tmp_path):
     options = "--against", "gloo", "--json", "rows.json"
     bench(2, "allreduce", *QUICK, *options, before=TORCH)
 
-    found = [row for row in read(tmp_path / "rows.json") if row["name"] == "gloo"]
+    found = [row for row in json_lines(tmp_path / "rows.json") if row["name"] == "gloo"]
     assert [row["bytes"] for row in found] == [4096, 65536]
     assert all(row["reference"] for row in found)
 
 
 def test_compare_reads_what_bench_writes(measured, tmp_path, capsys):
     def compare(name, change):
-        lines = [{**each, **change(each)} for each in read(measured)]
+        lines = [{**each, **change(each)} for each in json_lines(measured)]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (tmp_path / name).write_text(text)
         files = str(measured), str(tmp_path / name)

@@ -93,7 +93,7 @@ print("the end")
 HOST_ENDS_FIRST = """
 import numpy as np
 import hpcaccum as hpc
-from hpcaccum import summation
+from hpcaccum import summation, testing
 from hpcaccum.mpi import Group
 from mpi4py import MPI
 
@@ -106,7 +106,7 @@ opt.initialize([w])
 {before}
 if MPI.COMM_WORLD.rank == 1:
     # Wait until the host has left: its interpreter is ending.
-    while 0 not in opt._server._inbox.membership.left():
+    while 0 not in testing.left(opt):
         pass
     for _ in range(5):
         opt.minimize(lambda: (0.0, [np.ones(9000)]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import signal
 import struct
 import subprocess
@@ -13,6 +12,7 @@ import zipfile
 import numpy as np
 import pytest
 
+from ..common import json_lines
 from .conftest import run_program
 
 pytestmark = pytest.mark.mpi
@@ -179,9 +179,8 @@ def test_a_command_runs_without_open_streams(alone, tmp_path):
     done = alone("<&- >&- 2>&-", *TRAIN, "--log", "log.jsonl")
 
     assert done.returncode == 0
-    lines = (tmp_path / "log.jsonl").read_text().splitlines()
-    assert json.loads(lines[0])["event"] == "start"
-    assert json.loads(lines[-1])["event"] == "result"
+    first, *_, last = json_lines(tmp_path / "log.jsonl")
+    assert (first["event"], last["event"]) == ("start", "result")
 
 
 @pytest.mark.parametrize("words", [TRAIN, ("sbatch", "--", "x")], ids=["t", "s"])

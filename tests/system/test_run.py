@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -14,6 +13,7 @@ import pytest
 
 from hpcaccum.launch.run import on_nodes_that_answer
 
+from ..common import json_lines
 from .conftest import REPOSITORY, run_program
 
 RUN = sys.executable, "-m", "hpcaccum", "run"
@@ -202,8 +202,8 @@ def test_a_training_continues_after_a_rank_was_killed(
     assert "it is started again (1 of 3)" in done.stdout
     # The last rank to leave may have made one more update alone.
     assert re.search(r"update 11[34], resumed at [1-9]", done.stdout), done.stdout
-    lines = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
-    events = [line["event"] for line in lines if line["event"] != "look"]
+    events = [line["event"] for line in json_lines(tmp_path / "log.jsonl")]
+    events = [event for event in events if event != "look"]
     # Open MPI's mpiexec asks the other rank to stop, which may come to a result.
     assert events in (["start", "start", "result"], ["start", "result"] * 2)
 

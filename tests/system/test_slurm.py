@@ -5,7 +5,6 @@ Where none can be started these tests are skipped, unless HPCACCUM_REQUIRE_SLURM
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -19,6 +18,7 @@ import pytest
 
 from tests.cluster.slurm import Cluster, cluster, obstacle
 
+from ..common import json_lines
 from .conftest import REPOSITORY
 
 pytestmark = pytest.mark.mpi
@@ -211,8 +211,8 @@ class Submit:
 
     def log(self, name: str) -> tuple[dict, dict]:
         """The first and the last line of a log, or of what was measured."""
-        lines = (self.directory / name).read_text().splitlines()
-        return json.loads(lines[0]), json.loads(lines[-1])
+        lines = json_lines(self.directory / name)
+        return lines[0], lines[-1]
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 
@@ -11,7 +10,7 @@ from mpi4py.MPI import get_vendor
 
 from hpcaccum.errors import RESTART
 
-from ..common import every_pair, every_second
+from ..common import every_pair, every_second, json_lines
 from .conftest import REPOSITORY
 
 MPICH = get_vendor()[0] == "MPICH"
@@ -428,7 +427,7 @@ def train(mpirun, script, tmp_path, digits):
         result = mpirun(4, path, *words, cwd=tmp_path, survive=True)
         assert " is lost: its process has ended" in result.stdout, result.stdout
         assert "Traceback" not in result.stdout
-        end = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
+        end = json_lines(tmp_path / "log.jsonl")[-1]
         assert end["event"] == "result", result.stdout
         assert end["accepted"][3] < 5
         return result.returncode, end

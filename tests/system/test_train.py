@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from ..common import json_lines
 from .conftest import REPOSITORY, run_program
 
 pytestmark = pytest.mark.mpi
@@ -28,10 +29,6 @@ def run_train(mpirun, directory, ranks, *options, status=0, **env):
     result = mpirun(ranks, *words, cwd=directory, env=env)
     assert result.returncode == status, result.stdout
     return result.stdout
-
-
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @dataclass
@@ -57,7 +54,7 @@ def comparison(mpirun, tmp_path_factory):
     shown = run_train(mpirun, directory, 3, "--compare", *words)
     picture = (directory / "hpcaccum-compare.png").read_bytes()
     trace = json.loads((directory / "trace.json").read_text())
-    return Comparison(shown, read(directory / "log.jsonl"), picture, trace)
+    return Comparison(shown, json_lines(directory / "log.jsonl"), picture, trace)
 
 
 def check_start(start, shown):
@@ -85,7 +82,7 @@ def test_table_and_log_of_one_strategy(train, tmp_path):
     words = "--epochs", "10", "--rate", "0.5", "--seed", "3", "--log", "log.jsonl"
     shown = train(3, "--strategy", "agn", *words)
 
-    start, *looks, result = read(tmp_path / "log.jsonl")
+    start, *looks, result = json_lines(tmp_path / "log.jsonl")
     check_start(start, shown)
     check_records(looks, result, shown)
     assert "agn: epoch 10 of 10" in shown
@@ -183,9 +180,9 @@ def test_on_a_device(train, tmp_path, simulator):
     shown = train(2, *words, PYTHONPATH=f"{REPOSITORY}:{simulator}")
 
     assert "simulated" in shown
-    start, *_ = read(tmp_path / "log.jsonl")
+    start, *_ = json_lines(tmp_path / "log.jsonl")
     assert "simulated" in start["device"]
-    results = [r for r in read(tmp_path / "log.jsonl") if r["event"] == "result"]
+    results = [r for r in json_lines(tmp_path / "log.jsonl") if r["event"] == "result"]
     assert len(results) == len(STRATEGIES)
     assert all(result["accuracy"] > 0.8 for result in results)
 

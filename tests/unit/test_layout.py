@@ -114,9 +114,6 @@ def test_halves_are_widened():
     assert wide == ["float32", "float32", "float32", "float64"]
 
 
-shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
-
-
 # Pieces of the buffer
 
 

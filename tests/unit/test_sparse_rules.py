@@ -75,7 +75,7 @@ def test_other_rows_do_not_move(rule):
 
     same_bits(w.value[0], moved)
     assert (w.value[1] == 0).all()
-    assert opt._state(w).updates == 2
+    assert opt.snapshot()["state"]["w"]["step"] == 2
 
 
 @pytest.mark.parametrize("order", ["C", "F", "strided"])
