@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from hpcaccum.optimizers.slices import exchanged, with_sums
 from hpcaccum.torch.adapter import Adapter, in_stream
 from hpcaccum.torch.buffers import AVERAGE
 from hpcaccum.torch.gradients import dense
-from hpcaccum.torch.tensors import is_cuda, numpy_name
+from hpcaccum.torch.tensors import is_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -65,6 +66,8 @@ class CrossShard(Adapter):
             of parameters on a device by NCCL, on one node.
     """
 
+    _exchange: CrossShardOptimizer
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -78,11 +81,6 @@ class CrossShard(Adapter):
         wire_dtype: torch.dtype | str | None = None,
         schedule: str = "auto",
     ) -> None:
-        self._options: dict[str, Any] = {
-            "schedule": schedule,
-            "on_nonfinite": on_nonfinite,
-            "wire_dtype": numpy_name(wire_dtype),
-        }
         self._find_unused = bool(find_unused)
         # Whether a backward pass has begun an exchange, and what went wrong.
         self._started = False
@@ -93,7 +91,14 @@ class CrossShard(Adapter):
         # With which weight.
         self._used_weight = 1.0
         super().__init__(
-            optimizer, module=module, buffers=buffers, comm=comm, sparse=sparse
+            optimizer,
+            functools.partial(CrossShardOptimizer, schedule=schedule),
+            module=module,
+            buffers=buffers,
+            comm=comm,
+            sparse=sparse,
+            on_nonfinite=on_nonfinite,
+            wire_dtype=wire_dtype,
         )
         self._gradients.add_hooks(self._on_gradient)
 
@@ -103,12 +108,6 @@ class CrossShard(Adapter):
             "state of the optimizer (load it on all ranks)": rule.checksum(),
             "find_unused": self._find_unused,
         }
-
-    def _make(self) -> CrossShardOptimizer:
-        name = type(self).__name__
-        return CrossShardOptimizer(
-            self._rule, name=name, comm=self._group, **self._options
-        )
 
     @in_stream
     def _open(self) -> None:
