@@ -39,3 +39,14 @@ def pytest_configure(config: pytest.Config) -> None:
         from .device_tensors import register
 
         register()
+
+
+@pytest.fixture
+def average(comm):  # noqa: F811
+    """Return a transformation that is freed after the test."""
+    # Not at the top: XLA_FLAGS come first.
+    import hpcaccum.jax
+
+    made = hpcaccum.jax.average(comm)
+    yield made
+    made.free()

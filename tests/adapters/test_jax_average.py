@@ -22,13 +22,6 @@ except ImportError:
     from jax.experimental.shard_map import shard_map
 
 
-@pytest.fixture
-def average(comm):
-    made = hpcaccum.jax.average(comm)
-    yield made
-    made.free()
-
-
 def tree(factor):
     """Leaves of several dtypes and shapes; all means are exact."""
     return {
@@ -186,9 +179,12 @@ def test_wrong_options_of_one_rank(comm, rank, size):
 
 
 @pytest.mark.ranks(min=2)
-def test_options_are_the_same_on_all_ranks(comm, rank):
-    with pytest.raises(DisagreementError, match="on_nonfinite must be the same"):
-        hpcaccum.jax.average(comm, on_nonfinite="drop" if rank else "accept")
+@pytest.mark.parametrize(
+    ("name", "value"), [("on_nonfinite", "drop"), ("wire_dtype", "float16")]
+)
+def test_options_are_the_same_on_all_ranks(comm, rank, name, value):
+    with pytest.raises(DisagreementError, match=f"{name} must be the same"):
+        hpcaccum.jax.average(comm, **({name: value} if rank else {}))
 
 
 @pytest.mark.ranks(min=2)

@@ -159,24 +159,6 @@ def test_agn_makes_local_updates(make, comm, rank, size):
     same_trees(opt.params, opt.center())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_that_are_not_finite_are_dropped(make, kind, size):
-    opt = make(kind, on_nonfinite="drop")
-    grads = grads_of(params(), 1)
-    wrong = {**grads, "scales": [grads["scales"][0], jnp.float16(jnp.inf)]}
-
-    for _ in range(2):
-        tree, receipt = opt.push(wrong)
-        assert (receipt.accepted, receipt.reason) == (False, "nonfinite")
-        same_trees(tree, params())
-    meet()
-    assert opt.statistics().nonfinite == (2,) * size
-    assert opt.global_step == 0
-    same_trees(opt.center(), params())
-    meet()
-    assert opt.push(grads)[1]
-
-
 def test_gradients_that_are_not_finite_are_an_error(make):
     opt = make("AGN", on_nonfinite="raise")
     wrong = {**grads_of(params(), 1), "scales": [jnp.ones(4), jnp.float16(jnp.nan)]}

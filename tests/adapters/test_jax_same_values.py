@@ -17,13 +17,6 @@ from ..common import same_bits
 ERRORS = (jax.errors.JaxRuntimeError, DisagreementError)
 
 
-@pytest.fixture
-def average(comm):
-    made = hpcaccum.jax.average(comm)
-    yield made
-    made.free()
-
-
 def all_kinds():
     """Parameters of many dtypes and shapes."""
     return {

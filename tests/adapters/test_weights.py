@@ -133,12 +133,6 @@ def test_a_weight_multiplies_the_gradient(comm, size, name):
     np.testing.assert_allclose(model.values()["w"], -1.25 * updates)
 
 
-def test_a_weight_multiplies_the_gradient_of_jax(comm, size):
-    with hpj.DropStale(optax.sgd(1.0), jnp.zeros(2), 10**6, comm=comm) as opt:
-        opt.push(jnp.ones(2), weight=0.25)
-    np.testing.assert_allclose(opt.params, -0.25 * size)
-
-
 @pytest.mark.parametrize("weight", [2, True])
 def test_a_weight_comes_too_late_for_gradients_that_were_exchanged(comm, weight):
     model = Model()
@@ -185,10 +179,3 @@ def test_what_is_no_weight_is_an_error_of_average(comm, rank, size, weight):
     found, _ = average.update(grads, average.init(grads), weight=3)
     np.testing.assert_array_equal(found, grads)
     average.free()
-
-
-def test_a_server_of_jax_refuses_what_is_no_weight(comm):
-    with hpj.SyncReplicas(optax.sgd(1.0), jnp.zeros(2), 1, comm=comm) as opt:
-        error = raised(opt.push, jnp.ones(2), weight=0)
-    assert isinstance(error, hpc.InvalidArgumentError)
-    assert "weight must be a finite" in str(error)

@@ -99,15 +99,3 @@ def test_a_wrong_dtype_is_refused_before_anything_changes(case, comm, rank):
             average.update([jnp.ones(2)], optax.EmptyState())
 
         assert isinstance(raised(update), error)
-
-
-@pytest.mark.ranks(min=2)
-def test_the_dtype_is_the_same_on_all_ranks(comm, rank):
-    wire = "float16" if rank else None
-    for make in (
-        lambda: hpt.CrossShard(sgd(Model()), comm=comm, wire_dtype=wire),
-        lambda: hpcaccum.jax.average(comm, wire_dtype=wire),
-    ):
-        error = raised(make)
-        assert isinstance(error, hpc.DisagreementError)
-        assert "wire_dtype must be the same" in str(error)
