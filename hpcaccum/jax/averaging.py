@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import numbers
 import zlib
 from contextvars import ContextVar
@@ -23,6 +22,7 @@ from hpcaccum.jax.structure import Structure, is_key, key_data
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import MPI, Freeable, Group, group_of, lack_of_threads
 from hpcaccum.optimizers import Variable, start
+from hpcaccum.optimizers.adapter import checksum
 from hpcaccum.optimizers.finite import check_choice, to_drop
 from hpcaccum.optimizers.shard_reducer import ShardReducer
 
@@ -307,7 +307,7 @@ class Averager(Freeable):
         given, weight = map(np.asarray, leaves[:count]), np.asarray(leaves[count])
         arrays = dict(zip(self._structure.names, given, strict=True))
         means = {name: np.empty_like(array) for name, array in arrays.items()}
-        checksums = map(_checksum, leaves[count + 1 :])
+        checksums = (checksum(np.asarray(each)) for each in leaves[count + 1 :])
         self._shard.facts = dict(zip(names, checksums, strict=True))
         try:
             named = ((name, array, array.dtype) for name, array in arrays.items())
@@ -364,15 +364,6 @@ def _named_arrays(params: Any) -> dict[str, Any]:
         for path, leaf in leaves
         if isinstance(leaf, (jax.Array, np.ndarray, np.generic, numbers.Number))
     }
-
-
-def _checksum(leaf: Any) -> int:
-    """Return a number of 64 bits that depends on dtype, shape and bits of an array."""
-    array = np.ascontiguousarray(leaf)
-    kind = repr((array.dtype, np.shape(leaf))).encode()
-    found = hashlib.blake2b(kind, digest_size=8)
-    found.update(array.reshape(-1).view(np.uint8).data)
-    return int.from_bytes(found.digest(), "big")
 
 
 def refuse_mapped(name: str, leaves: list[Any]) -> list[Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any, TypedDict
+
+import numpy as np
 
 from hpcaccum.mpi import Freeable
 
@@ -52,3 +55,16 @@ class AdapterBase(Freeable):
 
     def _describe(self) -> str:
         return self._what
+
+
+def checksum(*values: object) -> int:
+    """Return a number of 64 bits that depends on dtype, shape and bits of arrays."""
+    found = hashlib.blake2b(digest_size=8)
+    for value in values:
+        if isinstance(value, np.ndarray):
+            found.update(repr((value.dtype, value.shape)).encode())
+            flat = np.ascontiguousarray(value).reshape(-1)
+            found.update(flat.view(np.uint8).data)
+        else:
+            found.update(repr(value).encode())
+    return int.from_bytes(found.digest(), "big")
