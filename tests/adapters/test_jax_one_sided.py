@@ -372,27 +372,6 @@ def test_a_snapshot_continues_with_the_same_bits(make, tmp_path, rank, size, ran
     same_trees(other.params, opt.params)
 
 
-@pytest.mark.parametrize("kind", ["DropStale", "AGN"])
-def test_a_snapshot_has_the_state_of_the_host(make, kind, rank, size):
-    opt = make(kind)
-    # One rank, as updates depend on the order of gradients.
-    if rank == size - 1:
-        train(opt, range(4), rank)
-    meet()
-
-    other = make(kind, snapshot=opt.snapshot() if rank == 0 else None)
-
-    same_trees(other.params, opt.center())
-    if rank == 0:
-        first, second = opt.snapshot(), other.snapshot()
-        assert first["global_step"] == second["global_step"] > 0
-        for name, parts in first["state"].items():
-            assert parts.keys() == second["state"][name].keys()
-            for part, value in parts.items():
-                np.testing.assert_array_equal(value, second["state"][name][part])
-        assert any(first["state"].values())
-
-
 @pytest.mark.parametrize(
     ("other", "message"),
     [
