@@ -48,6 +48,7 @@ class OneSided(AdapterBase):
         optax_rule: A GradientTransformation that `jax.jit` can compile. `average` may
             not be part of it.
         params: A pytree of float arrays, of the same structure on all ranks.
+        make: Makes the optimizer that exchanges gradients, of a rule and ``options``.
         comm: Communicator of the ranks; COMM_WORLD by default.
         host, dedicated, on_nonfinite, min_workers, wire_dtype: See `OneSidedOptimizer`.
         extra: Arguments of the rule's ``update`` that `push` passes by name, such as

@@ -78,6 +78,7 @@ class Adapter(torch.optim.Optimizer, AdapterBase):  # type: ignore[misc]
 
     Args:
         optimizer: Of `torch.optim`.
+        make: Makes the optimizer that exchanges gradients, of a rule and ``options``.
         module: The model. Its buffers, and parameters that are not trained, also start
             with the values of rank 0, and messages use its names. Pass None if there
             are no such values. If it is omitted, a warning states that they are not
@@ -154,9 +155,13 @@ class Adapter(torch.optim.Optimizer, AdapterBase):  # type: ignore[misc]
         self._syncs = True
         # Handles of the hooks of the optimizer.
         self._handles: list[Any] = []
-        name, wire = type(self).__name__, numpy_name(wire_dtype)
-        options |= {"name": name, "comm": self._group, "wire_dtype": wire}
-        self._exchange = make(self._rule, **options)
+        self._exchange = make(
+            self._rule,
+            name=type(self).__name__,
+            comm=self._group,
+            wire_dtype=numpy_name(wire_dtype),
+            **options,
+        )
         self._open()
         self._handles.append(optimizer.register_step_pre_hook(self._refuse))
         self._all.add(self)

@@ -51,7 +51,7 @@ class OneSided(Adapter):
     The gradients then belong to the server, and each ``grad`` is None.
 
     Args:
-        optimizer, module, buffers, comm: As for `Adapter`.
+        optimizer, make, module, buffers, comm: As for `Adapter`.
         host, dedicated, on_nonfinite, min_workers, wire_dtype: See `OneSidedOptimizer`.
         servers: The ranks that hold the center, and update it: one rank, or several on
             different nodes, of which the first is the host. Each holds whole

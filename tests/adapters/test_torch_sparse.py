@@ -12,11 +12,7 @@ import hpcaccum as hpc
 import hpcaccum.torch as hpt
 
 from ..mpi.support import meet
-from ..mpi.training import (
-    copies_fixture,  # noqa: F401
-    raised,
-    turns,
-)
+from ..mpi.training import raised, turns
 from .torch_rows import (
     OPTIMIZERS,
     ROWS,
