@@ -126,21 +126,21 @@ class Adapter(torch.optim.Optimizer, AdapterBase):  # type: ignore[misc]
             if self._group.size > 1 and MPI.COMM_WORLD.rank == 0:
                 _warn_of_no_module()
 
-        def check() -> tuple[TorchRule, list[str], Buffers]:
+        def check() -> tuple[TorchRule, Buffers]:
             check_optimizer(optimizer, Adapter)
             check_module(module)
             parameters = named_parameters(optimizer, module)
             self._check_unused(parameters)
             rows = names_of_sparse(sparse, capacity, optimizer, parameters)
             rule = TorchRule(optimizer, parameters, rows, capacity)
-            return rule, rows, Buffers(module, parameters.values(), buffers)
+            return rule, Buffers(module, parameters.values(), buffers)
 
-        self._rule, rows, self._buffers = self._group.agree(
+        self._rule, self._buffers = self._group.agree(
             self._what,
             check,
             lambda checked: {
-                "sparse": sorted(checked[1]),
-                **checked[2].facts(),
+                "sparse": sorted(var.name for var in checked[0].own if var.sparse),
+                **checked[1].facts(),
                 **self._facts(checked[0]),
             },
         )
@@ -150,7 +150,7 @@ class Adapter(torch.optim.Optimizer, AdapterBase):  # type: ignore[misc]
         self.state = optimizer.state
         parameters = self._rule.parameters
         self._first = next(iter(parameters.values()))
-        self._gradients = Gradients(parameters, rows)
+        self._gradients = Gradients(parameters, self._rule.own)
         # Whether backward passes exchange gradients.
         self._syncs = True
         # Handles of the hooks of the optimizer.

@@ -172,8 +172,7 @@ class CrossShard(Adapter):
                 weight = positive_weight(weight, np.dtype(np.float32))
                 if self._find_unused:
                     lacks = self._gradients.fill()
-                grads = self._gradients.found()
-                pairs = [(grads.get(var.name), var) for var in self._rule.own]
+                pairs = self._gradients.pairs()
                 skips = self._exchange._drops(pairs)
                 given = exchanged(pairs)
                 if not given and not passed:

@@ -101,12 +101,10 @@ class OneSided(Adapter):
         return receipt
 
     def _apply(self) -> Receipt:
-        grads = self._gradients.found()
-        if not grads:
+        pairs = self._gradients.pairs()
+        if all(grad is None for grad, _ in pairs):
             raise self._no_gradient()
-        return self._exchange.apply_gradients(
-            [(grads.get(var.name), var) for var in self._rule.own], weight=self._weight
-        )
+        return self._exchange.apply_gradients(pairs, weight=self._weight)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the parameters, the state and the counts of one step; host only."""
