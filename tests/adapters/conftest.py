@@ -11,6 +11,7 @@ from ..mpi import conftest as ranks
 from ..mpi.conftest import (  # noqa: F401
     comm,
     device_library,
+    keep_fixture,
     limit,
     own_card,
     pytest_addoption,
@@ -42,11 +43,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
-def average(comm):  # noqa: F811
+def average(comm, keep):  # noqa: F811
     """Return a transformation that is freed after the test."""
     # Not at the top: XLA_FLAGS come first.
     import hpcaccum.jax
 
-    made = hpcaccum.jax.average(comm)
-    yield made
-    made.free()
+    return keep(hpcaccum.jax.average(comm))

@@ -43,9 +43,8 @@ def params():
 
 
 @pytest.fixture
-def make(comm, size):
+def make(comm, size, keep):
     """Make an optimizer; the last argument of each kind has a default here."""
-    made = []
 
     def make_one(kind, rule=RULE, start=None, option=None, **options):
         defaults = {"DropStale": 3 * size, "SyncReplicas": size, "AGN": 2}
@@ -56,12 +55,9 @@ def make(comm, size):
             comm=comm,
             **options,
         )
-        made.append(opt)
-        return opt
+        return keep(opt)
 
-    yield make_one
-    for opt in made:
-        opt.free()
+    return make_one
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -239,13 +235,9 @@ def test_parameters_that_differ_between_ranks(make, rank, size):
         make("DropStale", start=start)
 
 
-def test_average_in_the_rule_of_a_server(make, comm):
-    average = hpcaccum.jax.average(comm)
-
+def test_average_in_the_rule_of_a_server(make, average):
     with pytest.raises(InvalidArgumentError, match="cannot be part of the rule"):
         make("SyncReplicas", optax.chain(average, optax.sgd(0.1)))
-
-    average.free()
 
 
 def test_float64_of_one_thread(make):
