@@ -17,6 +17,7 @@ from hpcaccum.optimizers.slices import exchanged, with_sums
 from hpcaccum.torch.adapter import Adapter, in_stream
 from hpcaccum.torch.buffers import AVERAGE
 from hpcaccum.torch.gradients import dense
+from hpcaccum.torch.state import of_arrays
 from hpcaccum.torch.tensors import is_cuda
 
 if TYPE_CHECKING:
@@ -237,27 +238,17 @@ class CrossShard(Adapter):
 
     def _restore(self, snapshot: Any, what: str) -> None:
         states = {} if snapshot is None else snapshot["state"]
-        formats: Any = {
-            name: {part: _format(value) for part, value in parts.items()}
+        formats: dict[str, Any] = {
+            name: of_arrays(lambda part: (part.shape, str(part.dtype)), parts)
             for name, parts in states.items()
         }
         formats = self._group.allgather(formats, what)[self._root]
         # All ranks have the same state, with the values of the root after `restore`.
         self._rule._kept_state(self._rule.own).set(
             {
-                name: {part: _blank(each) for part, each in parts.items()}
+                name: of_arrays(lambda part: np.zeros(*part), parts)
                 for name, parts in formats.items()
             }
         )
         self.zero_grad()
         self._exchange.restore(snapshot, self._rule.own)
-
-
-def _format(value: Any) -> Any:
-    """Return what a part of a state is: a count, or the shape and dtype of an array."""
-    return value if isinstance(value, int) else (value.shape, str(value.dtype))
-
-
-def _blank(found: Any) -> Any:
-    """Return a count, or an array of zeros of that shape and dtype."""
-    return found if isinstance(found, int) else np.zeros(*found)
