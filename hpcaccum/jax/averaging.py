@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import numbers
 import zlib
 from contextvars import ContextVar
@@ -23,6 +22,7 @@ from hpcaccum.jax.structure import Structure, is_key, key_data
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import MPI, Freeable, Group, group_of, lack_of_threads
 from hpcaccum.optimizers import Variable, start
+from hpcaccum.optimizers.adapter import checksum
 from hpcaccum.optimizers.finite import check_choice, to_drop
 from hpcaccum.optimizers.shard_reducer import ShardReducer
 
@@ -228,14 +228,13 @@ class Averager(Freeable):
             weight = jnp.asarray(jnp.nan)
         leaves = [*leaves, weight, *arrays.values()]
         *leaves, mark = refuse_mapped(self._name, [*leaves, mark])
-        if self._shard is None:
-            self._make(updates)
-        structure = Structure.of(updates)
+        shard, structure = self._shard or self._make(updates), Structure.of(updates)
         # Others may already wait in a callback, so an error is raised in one, too.
         if problem := self._problem(structure, bool(arrays) and mark is None):
-            means = _call(functools.partial(self._fail, problem), leaves, structure)
+            _, *means = _call(lambda *_: shard.fail(problem), leaves, structure)
         elif not arrays:
-            means = _call(self._reduce, leaves, structure)
+            # The same function in each call: another one would be compiled.
+            _, *means = _call(self._reduce, leaves, structure)
         else:
             mark, *means = self._compare_once(tuple(arrays), leaves, structure, mark)
             state = AverageState(mark)
@@ -247,33 +246,33 @@ class Averager(Freeable):
         """Return the new mark of the state, and the means."""
 
         def compare() -> list[Any]:
-            call = functools.partial(self._compare, names)
-            return _call(call, leaves, structure, [_MARK])
+            call = functools.partial(self._reduce, names=names)
+            return _call(call, leaves, structure)
 
         def reduce() -> list[Any]:
-            return [mark, *_call(self._reduce, leaves[: -len(names)], structure)]
+            _, *means = _call(self._reduce, leaves[: -len(names)], structure)
+            return [mark, *means]
 
         is_new = mark != self._mark
         if isinstance(is_new, jax.core.Tracer):
             return list(jax.lax.cond(is_new, compare, reduce))
         return compare() if is_new else reduce()
 
-    def _make(self, updates: Any) -> None:
+    def _make(self, updates: Any) -> ShardReducer:
         """Compare the structures of all ranks, and make the exchange. Collective."""
         # Callbacks that run in another thread may use the same communicator.
         jax.effects_barrier()
         structure = self._group.agree(
             self._name, lambda: Structure.of(updates).check("updates"), Structure.facts
         )
-        arrays = dict(zip(structure.names, structure.leaves, strict=True))
-        wire, layout = self._options["wire_dtype"], Layout.of(arrays)
-        self._shard = ShardReducer(
-            self._group, layout, self._name, {"wire_dtype": wire}
-        )
-        self._structure = structure
+        layout = Layout.of(dict(zip(structure.names, structure.leaves, strict=True)))
+        options = {"wire_dtype": self._options["wire_dtype"]}
+        shard = ShardReducer(self._group, layout, self._name, options)
+        self._structure, self._shard = structure, shard
         # At the end of the program this is freed before the reducer: a callback may
         # still use it.
-        self._register(self._group, self._shard.reducer.label)
+        self._register(self._group, shard.reducer.label)
+        return shard
 
     def _problem(
         self, structure: Structure, lacks_state: bool
@@ -297,31 +296,19 @@ class Averager(Freeable):
                 )
         return None
 
-    def _fail(self, problem: Exception, *leaves: Any) -> NoReturn:
-        assert self._shard is not None
-        self._shard.fail(problem)
+    def _reduce(self, *leaves: Any, names: tuple[str, ...] = ()) -> list[Array]:
+        """Return the new mark of the state, and the means of arrays, in new memory.
 
-    def _compare(self, names: tuple[str, ...], *leaves: Any) -> list[Array]:
-        """Return the new mark of the state, and the means; compare parameters."""
-        assert self._shard is not None
-        count, before = len(leaves) - len(names), self._shard.step
-        sums = map(_checksum, leaves[count:])
-        self._shard.facts = dict(zip(names, sums, strict=True))
-        try:
-            means = self._reduce(*leaves[:count])
-        finally:
-            self._shard.facts = {}
-        # If no rank had finite updates, nothing was compared.
-        mark = self._mark if self._shard.step > before else np.uint32(0)
-        return [mark, *means]
-
-    def _reduce(self, *leaves: Any) -> list[Array]:
-        """Return the means of arrays, in new memory; the last one is the weight."""
+        After the arrays come the weight, and parameters to compare, which have names.
+        """
         assert self._structure is not None
         assert self._shard is not None
-        *given, weight = map(np.asarray, leaves)
+        count = len(self._structure.names)
+        given, weight = map(np.asarray, leaves[:count]), np.asarray(leaves[count])
         arrays = dict(zip(self._structure.names, given, strict=True))
         means = {name: np.empty_like(array) for name, array in arrays.items()}
+        checksums = (checksum(np.asarray(each)) for each in leaves[count + 1 :])
+        self._shard.facts = dict(zip(names, checksums, strict=True))
         try:
             named = ((name, array, array.dtype) for name, array in arrays.items())
             skips = to_drop(self._name, named, self._options["on_nonfinite"])
@@ -330,10 +317,11 @@ class Averager(Freeable):
             self._shard.fail(error)
         reduce = self._shard.reduce
         if reduce(arrays, means, None, skips=skips, weight=number) is None:
-            return [np.zeros_like(array) for array in arrays.values()]
+            # Nothing was compared.
+            return [np.uint32(0), *map(np.zeros_like, arrays.values())]
         self._shard.count()
         self._shard.updated()
-        return list(means.values())
+        return [self._mark, *means.values()]
 
     def statistics(self) -> Tally:
         """Return how many updates of each rank were averaged and dropped so far."""
@@ -353,21 +341,18 @@ class Averager(Freeable):
 
 
 def _call(
-    function: Callable[..., list[Array]],
-    leaves: Sequence[Any],
-    structure: Structure,
-    more: Sequence[Any] = (),
+    function: Callable[..., list[Array]], leaves: Sequence[Any], structure: Structure
 ) -> list[Any]:
     """Call a function on the host, in the order of the program."""
-    results = io_callback(function, [*more, *structure.leaves], *leaves, ordered=True)
-    if isinstance(results[-1], jax.core.Tracer):
+    results = io_callback(function, [_MARK, *structure.leaves], *leaves, ordered=True)
+    mark, *means = results
+    if isinstance(mark, jax.core.Tracer):
         return list(results)
-    marks, means = results[: len(more)], results[len(more) :]
     if len(means[0].devices()) > 1:
         # Only the first device has them.
         shardings = [getattr(leaf, "sharding", None) for leaf in leaves[: len(means)]]
         means = map(jax.device_put, map(np.asarray, means), shardings)
-    return [*map(jnp.asarray, map(np.asarray, marks)), *means]
+    return [jnp.asarray(np.asarray(mark)), *means]
 
 
 def _named_arrays(params: Any) -> dict[str, Any]:
@@ -379,15 +364,6 @@ def _named_arrays(params: Any) -> dict[str, Any]:
         for path, leaf in leaves
         if isinstance(leaf, (jax.Array, np.ndarray, np.generic, numbers.Number))
     }
-
-
-def _checksum(leaf: Any) -> int:
-    """Return a number of 64 bits that depends on dtype, shape and bits of an array."""
-    array = np.ascontiguousarray(leaf)
-    kind = repr((array.dtype, np.shape(leaf))).encode()
-    found = hashlib.blake2b(kind, digest_size=8)
-    found.update(array.reshape(-1).view(np.uint8).data)
-    return int.from_bytes(found.digest(), "big")
 
 
 def refuse_mapped(name: str, leaves: list[Any]) -> list[Any]:

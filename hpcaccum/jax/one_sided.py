@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,13 +12,14 @@ from hpcaccum.arguments import fitting
 from hpcaccum.errors import InvalidArgumentError, format_ranks
 from hpcaccum.jax.rule import OptaxRule
 from hpcaccum.jax.structure import Structure
-from hpcaccum.mpi import Freeable, Group, group_of
+from hpcaccum.mpi import Group, group_of
 from hpcaccum.optimizers import (
     AGNOptimizer,
     DropStaleGradientOptimizer,
     LocalStepsOptimizer,
     SyncReplicasOptimizer,
 )
+from hpcaccum.optimizers.adapter import AdapterBase, ServerArguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -25,26 +27,19 @@ if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
     from typing_extensions import Unpack
 
-    from hpcaccum.accumulator import Receipt, Tally
-    from hpcaccum.optimizers.finite import OnNonfinite
+    from hpcaccum.accumulator import Receipt
     from hpcaccum.optimizers.one_sided import OneSidedOptimizer
     from hpcaccum.server import Lateness
 
 
-class Options(TypedDict, total=False):
+class Options(ServerArguments, total=False):
     """What all optimizers of this module accept by keyword; see `OneSided`."""
 
-    comm: mpi4py_MPI.Comm | Group | None
-    host: int
-    dedicated: bool
-    on_nonfinite: OnNonfinite
-    min_workers: int
-    wire_dtype: Any
     extra: Mapping[str, Any]
     snapshot: Any
 
 
-class OneSided(Freeable):
+class OneSided(AdapterBase):
     """A pytree of parameters on a server, and this rank's copy of it. Collective.
 
     All ranks start with the parameters of the host rank, which makes the updates.
@@ -53,7 +48,7 @@ class OneSided(Freeable):
         optax_rule: A GradientTransformation that `jax.jit` can compile. `average` may
             not be part of it.
         params: A pytree of float arrays, of the same structure on all ranks.
-        strategy: The options that only this strategy has, by name.
+        make: Makes the optimizer that exchanges gradients, of a rule and ``options``.
         comm: Communicator of the ranks; COMM_WORLD by default.
         host, dedicated, on_nonfinite, min_workers, wire_dtype: See `OneSidedOptimizer`.
         extra: Arguments of the rule's ``update`` that `push` passes by name, such as
@@ -67,68 +62,50 @@ class OneSided(Freeable):
         TypeError, InvalidArgumentError, DisagreementError: On every rank.
     """
 
-    # The optimizer of hpcaccum that has this strategy.
-    _strategy: Callable[..., OneSidedOptimizer]
+    _exchange: OneSidedOptimizer
 
     def __init__(
         self,
         optax_rule: Any,
         params: Any,
-        strategy: Mapping[str, Any],
+        make: Callable[..., OneSidedOptimizer],
         *,
         comm: mpi4py_MPI.Comm | Group | None = None,
-        host: int = 0,
-        dedicated: bool = False,
-        on_nonfinite: OnNonfinite = "accept",
-        min_workers: int = 1,
-        wire_dtype: Any = None,
         extra: Mapping[str, Any] = MappingProxyType({}),
         snapshot: Any = None,
+        **options: Any,
     ) -> None:
-        self._name, group = f"hpcaccum.jax.{type(self).__name__}", group_of(comm)
+        self._what, group = f"hpcaccum.jax.{type(self).__name__}", group_of(comm)
 
         def check() -> OptaxRule:
             structure = Structure.of(params).check("params")
             return OptaxRule(optax_rule, structure, Structure.of(dict(extra)))
 
-        rule = self._rule = group.agree(self._name, check, OptaxRule.facts)
+        rule = group.agree(self._what, check, OptaxRule.facts)
         self._structure, self._extra = rule.structure, rule.extra
         self._variables = self._structure.variables(params)
         # Extra arguments travel as gradients of variables that never change.
         self._all = [*self._variables, *self._extra.variables(dict(extra), "extra")]
-        self._opt = self._make(
-            rule,
-            {
-                **strategy,
-                "name": self._name,
-                "comm": group,
-                "host": host,
-                "dedicated": dedicated,
-                "on_nonfinite": on_nonfinite,
-                "min_workers": min_workers,
-                "wire_dtype": wire_dtype,
-            },
+        # No rule of optax can update a part of the parameters.
+        self._exchange = make(
+            rule, name=self._what, comm=group, servers=None, **options
         )
-        self._start(group, host, snapshot)
+        self._start(group, self._exchange._root, snapshot)
         self._params = self._copy()
-
-    def _make(self, rule: OptaxRule, options: dict[str, Any]) -> OneSidedOptimizer:
-        """Return the optimizer that exchanges the gradients. Collective."""
-        return self._strategy(rule, **options)
 
     def _start(self, group: Group, host: int, snapshot: Any) -> None:
         """Set all ranks' variables to those of the host, or of its snapshot."""
-        call = f"{self._name}: snapshot"
+        call = f"{self._what}: snapshot"
         given = group.allgather(snapshot is not None, call)
         if given[host]:
-            self._opt.restore(snapshot, self._all)
+            self._exchange.restore(snapshot, self._all)
         elif any(given):
             raise InvalidArgumentError(
                 f"{call} must be passed on rank {host}, which is the host; only "
                 f"{format_ranks(rank for rank, has in enumerate(given) if has)} did so"
             )
         else:
-            self._opt.initialize(self._all)
+            self._exchange.initialize(self._all)
 
     def _copy(self) -> Any:
         return self._structure.pack(var.value for var in self._variables)
@@ -161,10 +138,10 @@ class OneSided(Freeable):
             InvalidArgumentError, TypeError: On this rank; nothing is sent.
         """
         arrays = self._structure.flatten("grads", grads)
-        what = f"{self._name}: the extra arguments that the constructor's extra= names"
+        what = f"{self._what}: the extra arguments that the constructor's extra= names"
         arrays += self._extra.flatten(what, extra)
         pairs = list(zip(arrays, self._all, strict=True))
-        receipt = self._opt.apply_gradients(pairs, weight=weight)
+        receipt = self._exchange.apply_gradients(pairs, weight=weight)
         self._params = self._copy()
         return self._params, receipt
 
@@ -198,30 +175,14 @@ class OneSided(Freeable):
             for var, array in zip(self._variables, arrays, strict=True):
                 np.copyto(var.value, array, casting="same_kind")
 
-        self._opt.before_assign = take
-        self._opt.assign()
+        self._exchange.before_assign = take
+        self._exchange.assign()
         self._params = self._copy()
         return self._params
 
     def center(self) -> Any:
         """Return the newest parameters of the host rank, all of one step."""
-        return self._structure.pack(self._opt.center(self._variables))
-
-    @property
-    def global_step(self) -> int:
-        """Number of updates so far; after `free`, in total."""
-        return self._opt.global_step
-
-    def every(self, n: int) -> bool:
-        """Return whether training has reached a multiple of n. Not collective.
-
-        As `every` of the optimizer of the same strategy.
-        """
-        return self._opt.every(n)
-
-    def statistics(self) -> Tally:
-        """Return how many gradients of each rank were accepted and dropped so far."""
-        return self._opt.statistics()
+        return self._structure.pack(self._exchange.center(self._variables))
 
     def snapshot(self) -> dict[str, Any]:
         """Return copies of the parameters and of the rule's state, of one step.
@@ -229,7 +190,7 @@ class OneSided(Freeable):
         On the host rank only; see `OneSidedOptimizer.snapshot`. `checkpoint.save`
         writes it to a file.
         """
-        return self._opt.snapshot()
+        return self._exchange.snapshot()
 
     def serve(self, after_update: Callable[[int], object] | None = None) -> None:
         """Serve until all other ranks have left; only the host of ``dedicated=True``.
@@ -238,18 +199,15 @@ class OneSided(Freeable):
             after_update: Called with the step after each update; it may call
                 `snapshot`.
         """
-        self._opt.serve(after_update)
+        self._exchange.serve(after_update)
         self._params = self._copy()
 
     def leave(self) -> None:
         """Declare that this rank contributes no more gradients. Not collective."""
-        self._opt.leave()
-
-    def _describe(self) -> str:
-        return self._name
+        self._exchange.leave()
 
     def _free(self) -> None:
-        self._opt.free()
+        self._exchange.free()
         self._params = self._copy()
 
 
@@ -266,8 +224,6 @@ class DropStale(OneSided):
         lateness: Factor of a gradient by its lag: "inverse", or a callable.
     """
 
-    _strategy = DropStaleGradientOptimizer
-
     def __init__(
         self,
         optax_rule: Any,
@@ -277,8 +233,10 @@ class DropStale(OneSided):
         lateness: Lateness = None,
         **options: Unpack[Options],
     ) -> None:
-        strategy = {"staleness": staleness, "lateness": lateness}
-        super().__init__(optax_rule, params, strategy, **options)
+        make = functools.partial(
+            DropStaleGradientOptimizer, staleness=staleness, lateness=lateness
+        )
+        super().__init__(optax_rule, params, make, **options)
 
 
 class SyncReplicas(OneSided):
@@ -293,8 +251,6 @@ class SyncReplicas(OneSided):
         lateness: Factor of a gradient that is one step late: "inverse", or a callable.
     """
 
-    _strategy = SyncReplicasOptimizer
-
     def __init__(
         self,
         optax_rule: Any,
@@ -304,11 +260,12 @@ class SyncReplicas(OneSided):
         lateness: Lateness = None,
         **options: Unpack[Options],
     ) -> None:
-        strategy = {
-            "replicas_to_aggregate": replicas_to_aggregate,
-            "lateness": lateness,
-        }
-        super().__init__(optax_rule, params, strategy, **options)
+        make = functools.partial(
+            SyncReplicasOptimizer,
+            replicas_to_aggregate=replicas_to_aggregate,
+            lateness=lateness,
+        )
+        super().__init__(optax_rule, params, make, **options)
 
 
 class AGN(OneSided):
@@ -323,8 +280,6 @@ class AGN(OneSided):
         communication_period: T, at least 1.
     """
 
-    _strategy = AGNOptimizer
-
     def __init__(
         self,
         optax_rule: Any,
@@ -332,8 +287,10 @@ class AGN(OneSided):
         communication_period: int = 10,
         **options: Unpack[Options],
     ) -> None:
-        strategy = {"communication_period": communication_period}
-        super().__init__(optax_rule, params, strategy, **options)
+        make = functools.partial(
+            AGNOptimizer, communication_period=communication_period
+        )
+        super().__init__(optax_rule, params, make, **options)
 
 
 class LocalSteps(OneSided):
@@ -371,20 +328,22 @@ class LocalSteps(OneSided):
         overlap: int = 0,
         **options: Unpack[Options],
     ) -> None:
-        self._outer_rule = outer_rule
-        strategy = {
-            "period": period,
-            "quorum": quorum,
-            "staleness": staleness,
-            "lateness": lateness,
-            "fragments": fragments,
-            "overlap": overlap,
-        }
-        super().__init__(optax_rule, params, strategy, **options)
+        def make(rule: OptaxRule, **given: Any) -> LocalStepsOptimizer:
+            outer = given["comm"].agree(
+                self._what,
+                lambda: OptaxRule(outer_rule, rule.structure, rule.extra, "outer"),
+                lambda _: {},
+            )
+            return LocalStepsOptimizer(
+                rule,
+                outer,
+                period,
+                quorum=quorum,
+                staleness=staleness,
+                lateness=lateness,
+                fragments=fragments,
+                overlap=overlap,
+                **given,
+            )
 
-    def _make(self, rule: OptaxRule, options: dict[str, Any]) -> OneSidedOptimizer:
-        def check() -> OptaxRule:
-            return OptaxRule(self._outer_rule, rule.structure, rule.extra, "outer")
-
-        outer = options["comm"].agree(self._name, check, lambda _: {})
-        return LocalStepsOptimizer(rule, outer, **options)
+        super().__init__(optax_rule, params, make, **options)

@@ -14,6 +14,7 @@ Gradients: `checks` checks what callers pass, `finite` finds NaN and infinity; `
     are for gradients of some rows.
 State: `start` gives all ranks the same variables; `snapshot` has the state that rules
     keep of variables, and copies and restores both.
+Other libraries: `adapter` is what `torch` and `jax` have in common.
 
 Imports `server`, `reducer` and the packages below them.
 """

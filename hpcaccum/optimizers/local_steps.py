@@ -244,8 +244,8 @@ class LocalStepsOptimizer(LocalSteps):
                 "quorum": count,
                 "staleness": most,
                 "lateness": factors_of(lateness, math.inf if most is None else most),
-                "fragments": groups if groups > 1 else None,
-                "overlap": later or None,
+                "fragments": groups,
+                "overlap": later,
             }
 
         place = ServerOptions(
@@ -256,8 +256,8 @@ class LocalStepsOptimizer(LocalSteps):
         self._quorum, self._factors = self._options["quorum"], self._options["lateness"]
         if (most := self._options["staleness"]) is not None:
             self._max_lag = most
-        self._fragments = self._options["fragments"] or 1
-        self._overlap: int = self._options["overlap"] or 0
+        self._fragments = self._options["fragments"]
+        self._overlap: int = self._options["overlap"]
         # The variables that have changed since the last pull: their values before are
         # where their differences will be pushed from. If a push of their fragment is
         # under way, since this push: their values then are in `_before`.

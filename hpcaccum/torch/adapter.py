@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
 import torch
 
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.mpi import MPI, Freeable, Group, group_of
-from hpcaccum.torch.buffers import Buffers
+from hpcaccum.mpi import MPI, Group, group_of
+from hpcaccum.optimizers.adapter import AdapterBase
+from hpcaccum.torch.buffers import AVERAGE, Buffers
 from hpcaccum.torch.gradients import Gradients, names_of_sparse
 from hpcaccum.torch.rule import TorchRule
 from hpcaccum.torch.state import check_state, snapshot_of, state_of
@@ -21,6 +22,7 @@ from hpcaccum.torch.tensors import (
     check_module,
     check_optimizer,
     named_parameters,
+    numpy_name,
     stream_of,
     tensor_of,
 )
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI as mpi4py_MPI
 
-    from hpcaccum.accumulator import Receipt, Tally
+    from hpcaccum.accumulator import Receipt
+    from hpcaccum.optimizers import CrossShardOptimizer
+    from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 
 logger = logging.getLogger("hpcaccum")
 
@@ -66,7 +70,7 @@ def _warn_of_no_module() -> None:
     )
 
 
-class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
+class Adapter(torch.optim.Optimizer, AdapterBase):  # type: ignore[misc]
     """Takes the place of a torch optimizer in a training loop. Collective.
 
     It has the parameter groups of that optimizer, so a scheduler accepts either of
@@ -74,6 +78,7 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
 
     Args:
         optimizer: Of `torch.optim`.
+        make: Makes the optimizer that exchanges gradients, of a rule and ``options``.
         module: The model. Its buffers, and parameters that are not trained, also start
             with the values of rank 0, and messages use its names. Pass None if there
             are no such values. If it is omitted, a warning states that they are not
@@ -104,12 +109,15 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
+        make: Callable[..., CrossShardOptimizer | OneSidedOptimizer],
         *,
-        module: torch.nn.Module | EllipsisType | None,
-        buffers: str,
-        comm: mpi4py_MPI.Comm | Group | None,
+        module: torch.nn.Module | EllipsisType | None = ...,
+        buffers: str = AVERAGE,
+        comm: mpi4py_MPI.Comm | Group | None = None,
         sparse: Iterable[torch.Tensor] = (),
         capacity: int | None = None,
+        wire_dtype: torch.dtype | str | None = None,
+        **options: Any,
     ) -> None:
         self._group = group_of(comm)
         self._what = f"hpcaccum.torch.{type(self).__name__}"
@@ -118,21 +126,21 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
             if self._group.size > 1 and MPI.COMM_WORLD.rank == 0:
                 _warn_of_no_module()
 
-        def check() -> tuple[TorchRule, list[str], Buffers]:
+        def check() -> tuple[TorchRule, Buffers]:
             check_optimizer(optimizer, Adapter)
             check_module(module)
             parameters = named_parameters(optimizer, module)
             self._check_unused(parameters)
             rows = names_of_sparse(sparse, capacity, optimizer, parameters)
             rule = TorchRule(optimizer, parameters, rows, capacity)
-            return rule, rows, Buffers(module, parameters.values(), buffers)
+            return rule, Buffers(module, parameters.values(), buffers)
 
-        self._rule, rows, self._buffers = self._group.agree(
+        self._rule, self._buffers = self._group.agree(
             self._what,
             check,
             lambda checked: {
-                "sparse": sorted(checked[1]),
-                **checked[2].facts(),
+                "sparse": sorted(var.name for var in checked[0].own if var.sparse),
+                **checked[1].facts(),
                 **self._facts(checked[0]),
             },
         )
@@ -142,12 +150,20 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
         self.state = optimizer.state
         parameters = self._rule.parameters
         self._first = next(iter(parameters.values()))
-        self._gradients = Gradients(parameters, rows)
+        self._gradients = Gradients(parameters, self._rule.own)
         # Whether backward passes exchange gradients.
         self._syncs = True
-        self._open()
         # Handles of the hooks of the optimizer.
-        self._handles = [optimizer.register_step_pre_hook(self._refuse)]
+        self._handles: list[Any] = []
+        self._exchange = make(
+            self._rule,
+            name=type(self).__name__,
+            comm=self._group,
+            wire_dtype=numpy_name(wire_dtype),
+            **options,
+        )
+        self._open()
+        self._handles.append(optimizer.register_step_pre_hook(self._refuse))
         self._all.add(self)
 
     def _check_unused(self, parameters: Mapping[str, Any]) -> None:
@@ -166,8 +182,8 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
 
     @in_stream
     def _open(self) -> None:
-        """Make the exchange, and begin with the values of rank 0. Collective."""
-        self._exchange, rule = self._make(), self._rule
+        """Begin with the values of rank 0. Collective."""
+        rule = self._rule
         self._exchange.before_assign = lambda _: rule.reclaim()
         self._exchange.initialize(rule.own)
         self._buffers.broadcast(self._group, self._what)
@@ -175,10 +191,6 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
     def _facts(self, rule: TorchRule) -> Mapping[str, object]:
         """Return what else must be the same on all ranks, as messages name it."""
         return {}
-
-    def _make(self) -> Any:
-        """Return the optimizer of hpcaccum that exchanges the gradients. Collective."""
-        raise NotImplementedError
 
     @in_stream
     def step(
@@ -364,22 +376,6 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
         """Continue from a checked snapshot of the root. Collective."""
         raise NotImplementedError
 
-    @property
-    def global_step(self) -> int:
-        """Number of updates so far; after `free`, in total."""
-        return self._exchange.global_step  # type: ignore[no-any-return]
-
-    def every(self, n: int) -> bool:
-        """Return whether training has reached a multiple of n. Not collective.
-
-        As `every` of the optimizer of the same strategy.
-        """
-        return self._exchange.every(n)  # type: ignore[no-any-return]
-
-    def statistics(self) -> Tally:
-        """Return how many gradients of each rank were accepted and dropped so far."""
-        return self._exchange.statistics()  # type: ignore[no-any-return]
-
     @in_stream
     def center(self, parameter: Any) -> Any:
         """Return a copy of the newest value of a parameter. Not collective.
@@ -456,7 +452,4 @@ class Adapter(torch.optim.Optimizer, Freeable):  # type: ignore[misc]
     @property
     def freed(self) -> bool:
         """Whether it was freed."""
-        return self._exchange.freed  # type: ignore[no-any-return]
-
-    def _describe(self) -> str:
-        return self._what
+        return self._exchange.freed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from hpcaccum.optimizers.slices import exchanged, with_sums
 from hpcaccum.torch.adapter import Adapter, in_stream
 from hpcaccum.torch.buffers import AVERAGE
 from hpcaccum.torch.gradients import dense
-from hpcaccum.torch.tensors import is_cuda, numpy_name
+from hpcaccum.torch.state import of_arrays
+from hpcaccum.torch.tensors import is_cuda
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -65,6 +67,8 @@ class CrossShard(Adapter):
             of parameters on a device by NCCL, on one node.
     """
 
+    _exchange: CrossShardOptimizer
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -78,11 +82,6 @@ class CrossShard(Adapter):
         wire_dtype: torch.dtype | str | None = None,
         schedule: str = "auto",
     ) -> None:
-        self._options: dict[str, Any] = {
-            "schedule": schedule,
-            "on_nonfinite": on_nonfinite,
-            "wire_dtype": numpy_name(wire_dtype),
-        }
         self._find_unused = bool(find_unused)
         # Whether a backward pass has begun an exchange, and what went wrong.
         self._started = False
@@ -93,7 +92,14 @@ class CrossShard(Adapter):
         # With which weight.
         self._used_weight = 1.0
         super().__init__(
-            optimizer, module=module, buffers=buffers, comm=comm, sparse=sparse
+            optimizer,
+            functools.partial(CrossShardOptimizer, schedule=schedule),
+            module=module,
+            buffers=buffers,
+            comm=comm,
+            sparse=sparse,
+            on_nonfinite=on_nonfinite,
+            wire_dtype=wire_dtype,
         )
         self._gradients.add_hooks(self._on_gradient)
 
@@ -103,12 +109,6 @@ class CrossShard(Adapter):
             "state of the optimizer (load it on all ranks)": rule.checksum(),
             "find_unused": self._find_unused,
         }
-
-    def _make(self) -> CrossShardOptimizer:
-        name = type(self).__name__
-        return CrossShardOptimizer(
-            self._rule, name=name, comm=self._group, **self._options
-        )
 
     @in_stream
     def _open(self) -> None:
@@ -173,8 +173,7 @@ class CrossShard(Adapter):
                 weight = positive_weight(weight, np.dtype(np.float32))
                 if self._find_unused:
                     lacks = self._gradients.fill()
-                grads = self._gradients.found()
-                pairs = [(grads.get(var.name), var) for var in self._rule.own]
+                pairs = self._gradients.pairs()
                 skips = self._exchange._drops(pairs)
                 given = exchanged(pairs)
                 if not given and not passed:
@@ -239,27 +238,17 @@ class CrossShard(Adapter):
 
     def _restore(self, snapshot: Any, what: str) -> None:
         states = {} if snapshot is None else snapshot["state"]
-        formats: Any = {
-            name: {part: _format(value) for part, value in parts.items()}
+        formats: dict[str, Any] = {
+            name: of_arrays(lambda part: (part.shape, str(part.dtype)), parts)
             for name, parts in states.items()
         }
         formats = self._group.allgather(formats, what)[self._root]
         # All ranks have the same state, with the values of the root after `restore`.
         self._rule._kept_state(self._rule.own).set(
             {
-                name: {part: _blank(each) for part, each in parts.items()}
+                name: of_arrays(lambda part: np.zeros(*part), parts)
                 for name, parts in formats.items()
             }
         )
         self.zero_grad()
         self._exchange.restore(snapshot, self._rule.own)
-
-
-def _format(value: Any) -> Any:
-    """Return what a part of a state is: a count, or the shape and dtype of an array."""
-    return value if isinstance(value, int) else (value.shape, str(value.dtype))
-
-
-def _blank(found: Any) -> Any:
-    """Return a count, or an array of zeros of that shape and dtype."""
-    return found if isinstance(found, int) else np.zeros(*found)

@@ -15,9 +15,11 @@ from hpcaccum.rows import IndexedSlices
 from hpcaccum.torch.tensors import array_of, tensor_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from hpcaccum.dtypes import Array
+    from hpcaccum.optimizers import Variable
+    from hpcaccum.optimizers.checks import Pairs
 
 
 # The optimizers that update only the rows of a sparse gradient, if these options are
@@ -36,8 +38,11 @@ class Gradients:
     them: the exchange copies them from there, and `replace` copies the means back.
     """
 
-    def __init__(self, parameters: Mapping[str, Any], sparse: Collection[str]) -> None:
-        self._parameters, self._sparse = parameters, frozenset(sparse)
+    def __init__(
+        self, parameters: Mapping[str, Any], variables: Sequence[Variable]
+    ) -> None:
+        self._parameters = parameters
+        self._variables = {var.name: var for var in variables}
         self.names = {p: name for name, p in parameters.items()}
         self._hooks: dict[Any, Any] = {}
 
@@ -54,17 +59,17 @@ class Gradients:
         """Whether a gradient that is reported is dense, and no hook comes after."""
         hook = self._hooks[parameter]
         last = next(reversed(hook.hooks_dict_ref()))
-        return self.names[parameter] not in self._sparse and last == hook.id
+        return not self._variables[self.names[parameter]].sparse and last == hook.id
 
-    def found(self) -> dict[str, Gradient]:
-        """Return the gradients that there are, by name: arrays, or rows if sparse."""
-        return {
-            name: slices_of(name, parameter.grad)
-            if name in self._sparse
-            else dense(name, parameter.grad)
-            for name, parameter in self._parameters.items()
-            if parameter.grad is not None
-        }
+    def pairs(self) -> Pairs:
+        """Return the gradients, as arrays, or rows if sparse, with their variables."""
+        return [(self._found(name, var), var) for name, var in self._variables.items()]
+
+    def _found(self, name: str, var: Variable) -> Gradient | None:
+        grad = self._parameters[name].grad
+        if grad is None:
+            return None
+        return slices_of(name, grad) if var.sparse else dense(name, grad)
 
     def replace(self, means: Mapping[str, Gradient]) -> None:
         """Replace gradients in CPU memory by means."""
@@ -80,7 +85,7 @@ class Gradients:
         lacks = [name for name, p in self._parameters.items() if p.grad is None]
         for name in lacks:
             parameter = self._parameters[name].detach()
-            if name in self._sparse:
+            if self._variables[name].sparse:
                 none = np.empty(0, np.int64)
                 rows = IndexedSlices(array_of(parameter[:0]), none, parameter.shape)
                 grad = gradient_of(rows, parameter.dtype)

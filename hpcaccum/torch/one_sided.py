@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypedDict
+import functools
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,39 +14,29 @@ from hpcaccum.optimizers import (
     LocalStepsOptimizer,
     SyncReplicasOptimizer,
 )
+from hpcaccum.optimizers.adapter import ServerArguments
 from hpcaccum.torch.adapter import Adapter, in_stream
-from hpcaccum.torch.buffers import AVERAGE
 from hpcaccum.torch.rule import TorchRule
-from hpcaccum.torch.tensors import check_optimizer, numpy_name
+from hpcaccum.torch.tensors import check_optimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from types import EllipsisType
+    from collections.abc import Callable, Iterable
 
-    from mpi4py import MPI as mpi4py_MPI
     from typing_extensions import Unpack
 
     from hpcaccum.accumulator import Receipt
-    from hpcaccum.mpi import Group
-    from hpcaccum.optimizers.finite import OnNonfinite
     from hpcaccum.optimizers.one_sided import OneSidedOptimizer
     from hpcaccum.server import Lateness, Servers
 
 
-class Options(TypedDict, total=False):
+class Options(ServerArguments, total=False):
     """What all adapters with a server accept by keyword; see `OneSided`."""
 
     module: torch.nn.Module | None
     buffers: str
-    comm: mpi4py_MPI.Comm | Group | None
-    host: int
-    dedicated: bool
     servers: Servers
     sparse: Iterable[torch.Tensor]
     capacity: int | None
-    on_nonfinite: OnNonfinite
-    min_workers: int
-    wire_dtype: torch.dtype | str | None
 
 
 class OneSided(Adapter):
@@ -60,8 +51,7 @@ class OneSided(Adapter):
     The gradients then belong to the server, and each ``grad`` is None.
 
     Args:
-        optimizer, module, buffers, comm: As for `Adapter`.
-        strategy: The options that only this strategy has, by name.
+        optimizer, make, module, buffers, comm: As for `Adapter`.
         host, dedicated, on_nonfinite, min_workers, wire_dtype: See `OneSidedOptimizer`.
         servers: The ranks that hold the center, and update it: one rank, or several on
             different nodes, of which the first is the host. Each holds whole
@@ -78,55 +68,20 @@ class OneSided(Adapter):
             rows. The server allocates memory for this number of rows for each rank.
     """
 
-    # The optimizer of hpcaccum that has this strategy.
-    _strategy: Callable[..., OneSidedOptimizer]
+    _exchange: OneSidedOptimizer
     # Whether the torch optimizer makes steps of its own.
     _is_local = False
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        strategy: Mapping[str, Any],
-        *,
-        module: torch.nn.Module | EllipsisType | None = ...,
-        buffers: str = AVERAGE,
-        comm: mpi4py_MPI.Comm | Group | None = None,
-        host: int = 0,
-        dedicated: bool = False,
-        servers: Servers = "auto",
-        sparse: Iterable[torch.Tensor] = (),
-        capacity: int | None = None,
-        on_nonfinite: OnNonfinite = "accept",
-        min_workers: int = 1,
-        wire_dtype: torch.dtype | str | None = None,
-    ) -> None:
-        self._options = {
-            **strategy,
-            "name": type(self).__name__,
-            "host": host,
-            "dedicated": dedicated,
-            "servers": servers,
-            "on_nonfinite": on_nonfinite,
-            "min_workers": min_workers,
-            "wire_dtype": numpy_name(wire_dtype),
-        }
-        super().__init__(
-            optimizer,
-            module=module,
-            buffers=buffers,
-            comm=comm,
-            sparse=sparse,
-            capacity=capacity,
-        )
+    def _open(self) -> None:
+        super()._open()
         self._root = self._exchange._root
         # First, as other hooks may change values.
-        noted = optimizer.register_step_post_hook(lambda *_: self._rule.note_values())
-        optimizer._optimizer_step_post_hooks.move_to_end(noted.id, last=False)
+        noted = self.optimizer.register_step_post_hook(
+            lambda *_: self._rule.note_values()
+        )
+        self.optimizer._optimizer_step_post_hooks.move_to_end(noted.id, last=False)
         self._handles.append(noted)
         self._rule.note_values()
-
-    def _make(self) -> OneSidedOptimizer:
-        return self._strategy(self._rule, comm=self._group, **self._options)
 
     def _update(self) -> Receipt:
         self._rule.check_values()
@@ -146,14 +101,10 @@ class OneSided(Adapter):
         return receipt
 
     def _apply(self) -> Receipt:
-        grads = self._gradients.found()
-        if not grads:
+        pairs = self._gradients.pairs()
+        if all(grad is None for grad, _ in pairs):
             raise self._no_gradient()
-        receipt: Receipt = self._exchange.apply_gradients(
-            [(grads.get(var.name), var) for var in self._rule.own],
-            weight=self._weight,
-        )
-        return receipt
+        return self._exchange.apply_gradients(pairs, weight=self._weight)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the parameters, the state and the counts of one step; host only."""
@@ -212,8 +163,6 @@ class SyncReplicas(OneSided):
         options: See `OneSided`.
     """
 
-    _strategy = SyncReplicasOptimizer
-
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -222,11 +171,12 @@ class SyncReplicas(OneSided):
         lateness: Lateness = None,
         **options: Unpack[Options],
     ) -> None:
-        strategy = {
-            "replicas_to_aggregate": replicas_to_aggregate,
-            "lateness": lateness,
-        }
-        super().__init__(optimizer, strategy, **options)
+        make = functools.partial(
+            SyncReplicasOptimizer,
+            replicas_to_aggregate=replicas_to_aggregate,
+            lateness=lateness,
+        )
+        super().__init__(optimizer, make, **options)
 
 
 class DropStale(OneSided):
@@ -241,8 +191,6 @@ class DropStale(OneSided):
         options: See `OneSided`.
     """
 
-    _strategy = DropStaleGradientOptimizer
-
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -251,8 +199,10 @@ class DropStale(OneSided):
         lateness: Lateness = None,
         **options: Unpack[Options],
     ) -> None:
-        strategy = {"staleness": staleness, "lateness": lateness}
-        super().__init__(optimizer, strategy, **options)
+        make = functools.partial(
+            DropStaleGradientOptimizer, staleness=staleness, lateness=lateness
+        )
+        super().__init__(optimizer, make, **options)
 
 
 class AGN(OneSided):
@@ -268,7 +218,6 @@ class AGN(OneSided):
         options: See `OneSided`.
     """
 
-    _strategy = AGNOptimizer
     _is_local = True
 
     def __init__(
@@ -277,8 +226,10 @@ class AGN(OneSided):
         communication_period: int = 10,
         **options: Unpack[Options],
     ) -> None:
-        strategy = {"communication_period": communication_period}
-        super().__init__(optimizer, strategy, **options)
+        make = functools.partial(
+            AGNOptimizer, communication_period=communication_period
+        )
+        super().__init__(optimizer, make, **options)
 
 
 class LocalSteps(OneSided):
@@ -323,30 +274,36 @@ class LocalSteps(OneSided):
         overlap: int = 0,
         **options: Unpack[Options],
     ) -> None:
-        self._make_outer = outer
-        strategy = {
-            "period": period,
-            "quorum": quorum,
-            "staleness": staleness,
-            "lateness": lateness,
-            "fragments": fragments,
-            "overlap": overlap,
-        }
-        super().__init__(optimizer, strategy, **options)
-
-    def _make(self) -> LocalStepsOptimizer:
-        made = self._group.agree(self._what, self._checked_outer, lambda _: {})
-        self.outer, rule = made
-        self._saved = self.outer
-        return LocalStepsOptimizer(self._rule, rule, comm=self._group, **self._options)
-
-    def _checked_outer(self) -> tuple[torch.optim.Optimizer, TorchRule]:
-        parameters = self._rule.parameters
-        outer = self._make_outer(list(parameters.values()))
-        check_optimizer(outer, Adapter)
-        groups = outer.param_groups
-        if {p for group in groups for p in group["params"]} != {*parameters.values()}:
-            raise InvalidArgumentError(
-                "outer must return an optimizer of all the parameters that it gets"
+        def make(rule: TorchRule, **given: Any) -> LocalStepsOptimizer:
+            self.outer, of_center = self._group.agree(
+                self._what, lambda: checked_outer(outer, rule), lambda _: {}
             )
-        return outer, TorchRule(outer, parameters, (), None)
+            self._saved = self.outer
+            return LocalStepsOptimizer(
+                rule,
+                of_center,
+                period,
+                quorum=quorum,
+                staleness=staleness,
+                lateness=lateness,
+                fragments=fragments,
+                overlap=overlap,
+                **given,
+            )
+
+        super().__init__(optimizer, make, **options)
+
+
+def checked_outer(
+    make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], rule: TorchRule
+) -> tuple[torch.optim.Optimizer, TorchRule]:
+    """Return the optimizer of the center for the parameters of a rule, and its rule."""
+    parameters = rule.parameters
+    outer = make(list(parameters.values()))
+    check_optimizer(outer, Adapter)
+    groups = outer.param_groups
+    if {p for group in groups for p in group["params"]} != {*parameters.values()}:
+        raise InvalidArgumentError(
+            "outer must return an optimizer of all the parameters that it gets"
+        )
+    return outer, TorchRule(outer, parameters, (), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
-import hashlib
+import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers import Optimizer, Variable
+from hpcaccum.optimizers.adapter import checksum
 from hpcaccum.optimizers.base import KeptState
 from hpcaccum.optimizers.update_rule import finite
 from hpcaccum.rows import IndexedSlices
@@ -224,18 +225,14 @@ class TorchRule(Optimizer):
 
     def checksum(self) -> str:
         """Return text that is the same for the same state of the own parameters."""
-        total = hashlib.blake2b(digest_size=8)
         state = self._original.optimizer.state
-        for name, parameter in self.parameters.items():
-            for part, value in sorted(state.get(parameter, {}).items()):
-                total.update(f"{name!r} {part!r} ".encode())
-                if isinstance(value, torch.Tensor):
-                    total.update(f"{value.dtype} {tuple(value.shape)} ".encode())
-                    flat = value.detach().cpu().reshape(-1)
-                    total.update(flat.view(torch.uint8).numpy().data)
-                else:
-                    total.update(repr(value).encode())
-        return f"checksum {total.hexdigest()}" if state else "none"
+        found = [
+            (name, part, _comparable(value))
+            for name, parameter in self.parameters.items()
+            for part, value in sorted(state.get(parameter, {}).items())
+        ]
+        number = checksum(*itertools.chain(*found))
+        return f"checksum {number:016x}" if state else "none"
 
     def _kept_state(self, var_list: Any) -> KeptState:
         return _KeptByTorch(self, self._given_or_known(var_list))
@@ -340,6 +337,10 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
         # PyTorch refuses it in CPU memory, where there is no CUDA graph.
         found[_CAPTURABLE] = False
     return found
+
+
+def _comparable(value: Any) -> Any:
+    return array_of(value.cpu()) if isinstance(value, torch.Tensor) else value
 
 
 def _in_cpu_memory(value: Any) -> Any:

@@ -12,7 +12,7 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.torch.tensors import array_of, numpy_name, tensor_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from hpcaccum.optimizers import Variable
 
@@ -26,10 +26,12 @@ def state_of(snapshot: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
     states = enumerate(snapshot["state"].values())
     return {
         # Before the first update a parameter has no entry.
-        "state": {number: _tensors(parts) for number, parts in states if parts},
+        "state": {
+            number: of_arrays(_tensor, parts) for number, parts in states if parts
+        },
         "param_groups": _groups(optimizer),
         _OPTIMIZER: type(optimizer).__name__,
-        _PARAMETERS: _tensors(snapshot["variables"]),
+        _PARAMETERS: of_arrays(_tensor, snapshot["variables"]),
         **{count: snapshot[count] for count in _COUNTS},
     }
 
@@ -43,11 +45,20 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _tensors(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def of_arrays(call: Callable[[Any], Any], parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a function makes of the arrays or tensors of a state, and counts."""
     return {
-        name: array if isinstance(array, int) else tensor_of(np.asarray(array))
-        for name, array in arrays.items()
+        name: part if isinstance(part, int) else call(part)
+        for name, part in parts.items()
     }
+
+
+def _tensor(array: Any) -> Any:
+    return tensor_of(np.asarray(array))
+
+
+def _array(tensor: Any) -> Any:
+    return array_of(tensor.cpu())
 
 
 def check_state(
@@ -87,14 +98,7 @@ def snapshot_of(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any
     values = state[_PARAMETERS].values()
     states = state["state"]
     return {
-        "variables": _arrays(dict(zip(names, values, strict=True))),
-        "state": {n: _arrays(states.get(i, {})) for i, n in enumerate(names)},
+        "variables": of_arrays(_array, dict(zip(names, values, strict=True))),
+        "state": {n: of_arrays(_array, states.get(i, {})) for i, n in enumerate(names)},
         **{count: state[count] for count in _COUNTS},
-    }
-
-
-def _arrays(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: tensor if isinstance(tensor, int) else array_of(tensor.cpu())
-        for name, tensor in tensors.items()
     }

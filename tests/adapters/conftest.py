@@ -11,6 +11,7 @@ from ..mpi import conftest as ranks
 from ..mpi.conftest import (  # noqa: F401
     comm,
     device_library,
+    keep_fixture,
     limit,
     own_card,
     pytest_addoption,
@@ -39,3 +40,12 @@ def pytest_configure(config: pytest.Config) -> None:
         from .device_tensors import register
 
         register()
+
+
+@pytest.fixture
+def average(comm, keep):  # noqa: F811
+    """Return a transformation that is freed after the test."""
+    # Not at the top: XLA_FLAGS come first.
+    import hpcaccum.jax
+
+    return keep(hpcaccum.jax.average(comm))

@@ -22,13 +22,6 @@ except ImportError:
     from jax.experimental.shard_map import shard_map
 
 
-@pytest.fixture
-def average(comm):
-    made = hpcaccum.jax.average(comm)
-    yield made
-    made.free()
-
-
 def tree(factor):
     """Leaves of several dtypes and shapes; all means are exact."""
     return {
@@ -106,8 +99,8 @@ def test_a_chain_trains_as_one_process_does(average, rank, size):
         np.testing.assert_allclose(params[name], expected[name], rtol=1e-6)
 
 
-def test_two_pytrees_in_one_program(comm, rank, size):
-    first, second = hpcaccum.jax.average(comm), hpcaccum.jax.average(comm)
+def test_two_pytrees_in_one_program(comm, rank, size, keep):
+    first, second = (keep(hpcaccum.jax.average(comm)) for _ in range(2))
 
     @jax.jit
     def both(grads):
@@ -119,8 +112,6 @@ def test_two_pytrees_in_one_program(comm, rank, size):
 
     same_bits(np.asarray(mean["w"]), np.full(4, size - 1, np.float32))
     same_bits(np.asarray(other["sum"]), np.full(4, 2 * size - 2, np.float32))
-    second.free()
-    first.free()
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -149,8 +140,8 @@ def test_updates_that_are_not_finite_are_dropped(comm, rank, size, compiled):
     assert average.statistics().nonfinite == nonfinite
 
 
-def test_an_update_that_is_not_finite_is_an_error_on_every_rank(comm, rank, size):
-    average = hpcaccum.jax.average(comm, on_nonfinite="raise")
+def test_an_update_that_is_not_finite_is_an_error_on_every_rank(comm, rank, size, keep):
+    average = keep(hpcaccum.jax.average(comm, on_nonfinite="raise"))
     update = jax.jit(average.update)
     wrong = {"w": jnp.ones(2), "b": jnp.array([0, jnp.nan])}
     text = r"the gradient of \"\['b'\]\" has a NaN or an infinity"
@@ -162,7 +153,6 @@ def test_an_update_that_is_not_finite_is_an_error_on_every_rank(comm, rank, size
     # The exchange is still usable.
     means = update({name: jnp.ones(2) for name in wrong}, optax.EmptyState())[0]
     same_bits(np.asarray(means["b"]), np.ones(2, np.float32))
-    average.free()
 
 
 def test_a_rule_around_which_nothing_is_dropped_sees_the_same_on_all_ranks(
@@ -186,9 +176,12 @@ def test_wrong_options_of_one_rank(comm, rank, size):
 
 
 @pytest.mark.ranks(min=2)
-def test_options_are_the_same_on_all_ranks(comm, rank):
-    with pytest.raises(DisagreementError, match="on_nonfinite must be the same"):
-        hpcaccum.jax.average(comm, on_nonfinite="drop" if rank else "accept")
+@pytest.mark.parametrize(
+    ("name", "value"), [("on_nonfinite", "drop"), ("wire_dtype", "float16")]
+)
+def test_options_are_the_same_on_all_ranks(comm, rank, name, value):
+    with pytest.raises(DisagreementError, match=f"{name} must be the same"):
+        hpcaccum.jax.average(comm, **({name: value} if rank else {}))
 
 
 @pytest.mark.ranks(min=2)

@@ -17,13 +17,6 @@ from ..common import same_bits
 ERRORS = (jax.errors.JaxRuntimeError, DisagreementError)
 
 
-@pytest.fixture
-def average(comm):
-    made = hpcaccum.jax.average(comm)
-    yield made
-    made.free()
-
-
 def all_kinds():
     """Parameters of many dtypes and shapes."""
     return {
@@ -150,15 +143,13 @@ def test_a_state_that_is_none_of_average(average, rank, size):
 
 
 @pytest.mark.ranks(min=2)
-def test_an_update_that_all_drop_compares_nothing(comm, rank):
-    average = hpcaccum.jax.average(comm, on_nonfinite="drop")
+def test_an_update_that_all_drop_compares_nothing(comm, rank, keep):
+    average = keep(hpcaccum.jax.average(comm, on_nonfinite="drop"))
     params, state = jnp.full(2, rank), average.init(None)
 
     _, state = average.update(jnp.full(2, jnp.nan), state, params)
     with pytest.raises(ERRORS, match="of params"):
         jax.block_until_ready(average.update(jnp.ones(2), state, params))
-
-    average.free()
 
 
 # Broadcast

@@ -79,12 +79,6 @@ def test_bad_options(comm):
         ({"buffers": "sum"}, "buffers must be one of"),
     ):
         assert message in str(refused(hpt.CrossShard, inner, comm=comm, **options))
-    for make in (
-        lambda: hpt.SyncReplicas(inner, 0, comm=comm),
-        lambda: hpt.AGN(inner, 0, comm=comm),
-        lambda: hpt.DropStale(inner, 1, comm=comm, host=comm.size),
-    ):
-        assert isinstance(raised(make), hpc.InvalidArgumentError)
 
 
 def test_an_adapter_is_not_wrapped_again(comm):

@@ -11,7 +11,6 @@ import hpcaccum.torch as hpt
 from ..mpi.support import meet
 from ..mpi.training import raised, turns
 from .torch_training import (
-    ONE_SIDED,
     STRATEGIES,
     SYNCHRONOUS,
     Model,
@@ -128,34 +127,6 @@ def test_accept_is_the_default(comm, rank):
         backward(model, rank, 0, [0])
         assert opt.step()
     assert model.b.isnan().tolist() == [False] * 4 + [True]
-
-
-@pytest.mark.parametrize("kind", ONE_SIDED)
-def test_a_server_never_gets_them(kind, comm, rank, size):
-    model = Model()
-    with STRATEGIES[kind](sgd(model), comm, on_nonfinite="drop") as opt:
-        for step in range(2):
-            model.backward(rank, step)
-            spoil(model)
-            receipt = opt.step()
-            assert (receipt.accepted, receipt.reason) == (False, "nonfinite")
-            opt.zero_grad()
-        meet()
-        assert opt.global_step == 0
-        assert opt.statistics().nonfinite == (2,) * size
-        assert not model.w.any()
-        assert not opt.center(model.w).any()
-        meet()
-        # What is dropped does not count as a local step, either.
-        for step in range(2):
-            model.backward(rank, step)
-            receipt = opt.step()
-            assert receipt
-            opt.zero_grad()
-            if kind == "AGN":
-                assert receipt.sent == bool(step)
-    assert model.w.isfinite().all()
-    assert opt.global_step > 0
 
 
 @pytest.mark.parametrize("kind", STRATEGIES)

@@ -552,11 +552,12 @@ def test_buffers_that_differ_later_are_an_error(comm, rank):
 
 
 @pytest.mark.ranks(min=2)
-def test_state_that_one_rank_has_loaded_is_an_error(comm, rank):
+@pytest.mark.parametrize("others", ["no state", "the state of another gradient"])
+def test_state_that_one_rank_has_loaded_is_an_error(others, comm, rank):
     model = Model()
     inner = torch.optim.Adam(groups(model), 0.1)
-    if rank == 0:
-        model.backward(0, 0)
+    if rank == 0 or others != "no state":
+        model.backward(min(rank, 1), 0)
         inner.step()
     error = raised(hpt.CrossShard, inner, comm=comm)
 

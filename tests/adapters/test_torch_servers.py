@@ -12,7 +12,7 @@ import hpcaccum.torch as hpt
 
 from ..mpi.on_nodes import group_on_nodes  # noqa: F401
 from ..mpi.support import meet
-from .torch_training import ONE_SIDED, STRATEGIES, Model, check_continues, groups
+from .torch_training import Model, check_continues, groups
 
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
@@ -113,14 +113,3 @@ def test_a_scheduler_of_the_host_sets_the_rate_of_all_servers(kind, group):
 
     assert model.w.eq(-1.75).all()
     assert model.b.eq(-7).all()
-
-
-@pytest.mark.parametrize("kind", ONE_SIDED)
-@pytest.mark.parametrize("servers", ["auto", 0])
-def test_one_server_may_be_named(kind, servers, comm, rank):
-    model = Model(start=rank + 1)
-    inner = torch.optim.SGD(model.parameters(), 1.0)
-    with STRATEGIES[kind](inner, comm, servers=servers) as opt:
-        assert model.w.eq(1).all()
-        if rank == 0:
-            assert opt.state_dict()["global_step"] == 0

@@ -10,15 +10,9 @@ import torch
 
 import hpcaccum as hpc
 import hpcaccum.torch as hpt
-from hpcaccum.torch.rule import TorchRule
 
-from ..mpi.on_nodes import group_on_nodes  # noqa: F401
 from ..mpi.support import meet
-from ..mpi.training import (
-    copies_fixture,  # noqa: F401
-    raised,
-    turns,
-)
+from ..mpi.training import raised, turns
 from .torch_rows import (
     OPTIMIZERS,
     ROWS,
@@ -300,33 +294,7 @@ def test_a_state_with_momentum_is_refused(comm, rank):
         assert opt.global_step == 1
 
 
-def test_momentum_that_a_scheduler_sets_is_an_error():
-    module, center = table(), table()
-    inner = torch.optim.SGD(module.parameters(), 1.0)
-    rule = TorchRule(inner, {"w": module.weight}, ["w"], None)
-    var = hpc.Variable(center.weight.detach().numpy(), "w")
-    rule.initialize([var])
-    grad = hpc.IndexedSlices(torch.ones(1, WIDTH).numpy(), [3], (ROWS, WIDTH))
-    rule.apply_gradients([(grad, var)])
-    inner.param_groups[0]["momentum"] = 0.5
-    with pytest.raises(INVALID, match=r"not SGD with momentum=0\.5"):
-        rule.apply_gradients([(grad, var)])
-    expected = table().weight.detach()
-    expected[3] -= 1
-    assert torch.equal(center.weight, expected)
-
-
 # Means of all ranks
-
-
-@pytest.mark.ranks(min=2)
-def test_ranks_on_several_nodes(group):
-    module = table(group.rank)
-    with held("CrossShard", "SGD", module, group, wire_dtype="bfloat16") as opt:
-        backward(module, group.rank, 0)
-        opt.step()
-    # Rows travel in their own dtype.
-    check_moved(module, mean_of(range(group.size), 0)[0])
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -341,32 +309,6 @@ def test_gradients_of_several_passes_are_added(sync, comm, rank, size):
         backward(module, rank, 2)
         opt.step()
     check_moved(module, mean_of(range(size), 0)[0] + mean_of(range(size), 2)[0])
-
-
-def test_rows_that_are_not_finite_are_dropped(comm, rank, size):
-    module = table()
-    with held("CrossShard", "SGD", module, comm, on_nonfinite="drop") as opt:
-        with opt.no_sync():
-            backward(module, rank, 0)
-        if rank == 0:
-            module.weight.grad._values()[3] = torch.nan
-        receipt = opt.step()
-        assert receipt.nonfinite == (rank == 0)
-        assert opt.global_step == (size > 1)
-    check_moved(module, mean_of(range(1, size), 0)[0] if size > 1 else 0.0)
-    assert size > 1 or module.weight.grad is None
-
-
-@pytest.mark.ranks(min=2)
-def test_the_mean_is_over_the_ranks_that_remain(comm, rank, size):
-    module = table()
-    with held("CrossShard", "SGD", module, comm) as opt:
-        if rank == 0:
-            opt.leave()
-        else:
-            backward(module, rank, 0)
-            opt.step()
-    check_moved(module, mean_of(range(1, size), 0)[0])
 
 
 def test_momentum_of_rows_cannot_be_saved(comm, rank):

@@ -14,14 +14,11 @@ from ..mpi.acting import VAIN, until
 from ..mpi.support import WAIT, meet
 from ..mpi.training import turns
 from .torch_training import (
-    ONE_SIDED,
     STRATEGIES,
     SYNCHRONOUS,
     Model,
     Plain,
-    dedicated,
     groups,
-    same_everywhere,
 )
 
 
@@ -181,19 +178,3 @@ def test_agn_makes_local_steps_and_pushes_their_mean(name, comm, rank, size):
             assert results[turn][0] == [False, True]
             center.check(results[turn][1])
     center.check(model.values())
-
-
-@pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("kind", ONE_SIDED)
-def test_a_dedicated_host_only_serves(kind, comm, rank, size):
-    model, last = Model(start=rank), size - 1
-    inner = torch.optim.SGD(groups(model), 1.0)
-    with dedicated(kind, inner, comm, last) as opt:
-        if rank == last:
-            opt.serve()
-        else:
-            model.backward(rank, 0)
-            opt.step()
-    assert opt.global_step == (1 if kind == "SyncReplicas" else last)
-    same_everywhere(model.w, model.b)
-    assert model.w.ne(last).any()

@@ -94,9 +94,8 @@ def test_batches_of_torch(comm, rank, size, name, way):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("compared", [False, True])
-def test_batches_of_jax(comm, rank, size, compiled, compared):
+def test_batches_of_jax(average, rank, size, compiled, compared):
     x, w = data(size)[rank], jnp.full(4, 0.5)
-    average = hpj.average(comm)
     rule = optax.chain(average, optax.adam(0.1))
 
     def step(w, state, weight):
@@ -108,7 +107,6 @@ def test_batches_of_jax(comm, rank, size, compiled, compared):
     for _ in range(STEPS):
         w, state = step(w, state, len(x))
     np.testing.assert_allclose(w, of_one_process(size), 1e-5)
-    average.free()
 
 
 def test_batches_of_jax_with_a_server(comm, rank, size):
@@ -131,12 +129,6 @@ def test_a_weight_multiplies_the_gradient(comm, size, name):
     # Two updates of each rank, or one of the mean of two gradients.
     updates = size * (1 if name == "DropStale" else 0.5)
     np.testing.assert_allclose(model.values()["w"], -1.25 * updates)
-
-
-def test_a_weight_multiplies_the_gradient_of_jax(comm, size):
-    with hpj.DropStale(optax.sgd(1.0), jnp.zeros(2), 10**6, comm=comm) as opt:
-        opt.push(jnp.ones(2), weight=0.25)
-    np.testing.assert_allclose(opt.params, -0.25 * size)
 
 
 @pytest.mark.parametrize("weight", [2, True])
@@ -171,8 +163,7 @@ def test_what_is_no_weight_is_an_error(comm, rank, size, name):
 
 
 @pytest.mark.parametrize("weight", [0, -1.0, float("nan"), None, True, [1.0, 2.0]])
-def test_what_is_no_weight_is_an_error_of_average(comm, rank, size, weight):
-    average = hpj.average(comm)
+def test_what_is_no_weight_is_an_error_of_average(average, rank, size, weight):
     grads = jnp.ones(2)
     average.update(grads, average.init(grads))
     mine = weight if rank == size - 1 else 2.0
@@ -184,11 +175,3 @@ def test_what_is_no_weight_is_an_error_of_average(comm, rank, size, weight):
     assert "weight must be a finite number above 0" in str(raised(update))
     found, _ = average.update(grads, average.init(grads), weight=3)
     np.testing.assert_array_equal(found, grads)
-    average.free()
-
-
-def test_a_server_of_jax_refuses_what_is_no_weight(comm):
-    with hpj.SyncReplicas(optax.sgd(1.0), jnp.zeros(2), 1, comm=comm) as opt:
-        error = raised(opt.push, jnp.ones(2), weight=0)
-    assert isinstance(error, hpc.InvalidArgumentError)
-    assert "weight must be a finite" in str(error)

@@ -418,16 +418,20 @@ def test_each_fragment_needs_a_variable(make, comm):
 
 @pytest.mark.any_size
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("name", ["fragments", "overlap"])
-def test_ranks_must_agree(comm, rank, name):
-    options = {name: 2 + bool(rank), "comm": comm}
+@pytest.mark.parametrize(("name", "default"), [("fragments", 1), ("overlap", 0)])
+def test_ranks_must_agree(comm, rank, name, default):
+    options = {name: 2, "comm": comm} if rank == 1 else {"comm": comm}
     error = raised(hpc.LocalStepsOptimizer, hpc.SGD(1), hpc.SGD(1), 4, **options)
     assert type(error) is DisagreementError
     assert f"{name} must be the same" in str(error)
+    assert f"rank 0 has {default}, rank 1 has 2" in str(error)
 
 
 @pytest.mark.any_size
 def test_it_shows_its_options(make, comm):
-    shown = repr(make(comm, 4, fragments=2, overlap=1))
-    assert "period=4, fragments=2, overlap=1, servers='auto'" in shown
-    assert "fragments" not in repr(make(comm, 4))
+    for options, text in (
+        ({"fragments": 2, "overlap": 1}, "fragments=2, overlap=1"),
+        ({}, "fragments=1, overlap=0"),
+    ):
+        shown = repr(make(comm, 4, **options))
+        assert f"period=4, {text}, servers='auto'" in shown

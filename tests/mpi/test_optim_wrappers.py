@@ -331,7 +331,7 @@ def test_different_options_are_refused_by_all(comm, rank, size, kind):
             "lateness": ("inverse", lambda lag: 0.5),
         },
         "AGN": {"communication_period": (2, 3), "num_worker": (2, 3)},
-    }[kind] | {"on_nonfinite": ("accept", "drop")}
+    }[kind] | {"on_nonfinite": ("accept", "drop"), "wire_dtype": (None, "float16")}
     if kind != "CrossShard":
         different |= {"servers": ([0], [0, 1]), "dedicated": (False, True)}
     for option, values in different.items():

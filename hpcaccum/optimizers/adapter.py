@@ -1,0 +1,70 @@
+"""What the adapters of other libraries have in common; see `torch` and `jax`."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import numpy as np
+
+from hpcaccum.mpi import Freeable
+
+if TYPE_CHECKING:
+    from mpi4py import MPI as mpi4py_MPI
+
+    from hpcaccum.accumulator import Tally
+    from hpcaccum.mpi import Group
+    from hpcaccum.optimizers.cross_shard import CrossShardOptimizer
+    from hpcaccum.optimizers.finite import OnNonfinite
+    from hpcaccum.optimizers.one_sided import OneSidedOptimizer
+
+
+class ServerArguments(TypedDict, total=False):
+    """What adapters with a server accept by keyword; see `OneSidedOptimizer`."""
+
+    comm: mpi4py_MPI.Comm | Group | None
+    host: int
+    dedicated: bool
+    on_nonfinite: OnNonfinite
+    min_workers: int
+    wire_dtype: Any
+
+
+class AdapterBase(Freeable):
+    """Holds the optimizer of hpcaccum that exchanges the gradients of a program."""
+
+    _exchange: CrossShardOptimizer | OneSidedOptimizer
+    # What messages call it.
+    _what: str
+
+    @property
+    def global_step(self) -> int:
+        """Number of updates so far; after `free`, in total."""
+        return self._exchange.global_step
+
+    def every(self, n: int) -> bool:
+        """Return whether training has reached a multiple of n. Not collective.
+
+        As `every` of the optimizer of the same strategy.
+        """
+        return self._exchange.every(n)
+
+    def statistics(self) -> Tally:
+        """Return how many gradients of each rank were accepted and dropped so far."""
+        return self._exchange.statistics()
+
+    def _describe(self) -> str:
+        return self._what
+
+
+def checksum(*values: object) -> int:
+    """Return a number of 64 bits that depends on dtype, shape and bits of arrays."""
+    found = hashlib.blake2b(digest_size=8)
+    for value in values:
+        if isinstance(value, np.ndarray):
+            found.update(repr((value.dtype, value.shape)).encode())
+            flat = np.ascontiguousarray(value).reshape(-1)
+            found.update(flat.view(np.uint8).data)
+        else:
+            found.update(repr(value).encode())
+    return int.from_bytes(found.digest(), "big")
