@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from hpcaccum.accumulator.membership import Membership
 from hpcaccum.accumulator.receipts import Counters, Receipt
 from hpcaccum.accumulator.settings import SUM
@@ -26,7 +28,7 @@ from hpcaccum.accumulator.shapes import RowShapes, Shapes, ShapeTable
 from hpcaccum.accumulator.state import Packing, Record, State, WordLayout, admits
 from hpcaccum.accumulator.turns import TicketLock
 from hpcaccum.errors import InvalidArgumentError, format_ranks
-from hpcaccum.mpi import bits
+from hpcaccum.mpi import bits, number_of
 from hpcaccum.nodes import words_of
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ class Request(NamedTuple):
         local_step: The step at which it was computed.
         weight: What it counts.
         shape, misfit: What decides whether it fits the round: its shape, or that of its
-            rows; and why it fits no round, or None.
+            rows, None if it is that of all rounds; and why it fits none, or None.
         fresh: The first buffer that its rank has for a round, by parity; None if it has
             none at the moment.
         in_place: Whether the gradient is in that buffer, or comes as ``contents``.
@@ -65,7 +67,7 @@ class Request(NamedTuple):
 
     local_step: int
     weight: float
-    shape: Shape
+    shape: Shape | None
     misfit: str | None
     fresh: tuple[int | None, int | None]
     in_place: bool
@@ -170,7 +172,9 @@ class AdmissionProtocol:
             if not admits(step, local_step, self.max_lag):
                 self.counters.count(rank, False, step - local_step)
                 return Admitted(Receipt(False, local_step, step), parity)
-            shape = self.shapes.number(request.shape, request.misfit, state.shape)
+            shape = 0
+            if request.shape is not None:
+                shape = self.shapes.number(request.shape, request.misfit, state.shape)
             if state.number >= self.packing.max_count and not state.waiting:
                 raise InvalidArgumentError(
                     f"{self.what}: a round holds at most {self.packing.max_count} "
@@ -179,8 +183,10 @@ class AdmissionProtocol:
             # What the rank has in the round; nobody else changes it until a take.
             index, fresh = parity * self._size + rank, request.fresh[parity]
             had = memory[self._records + index]
-            held = Record.of(had, memory[self._weights + index]) if had else None
-            if held is None and fresh is None:
+            held = None
+            if had:
+                held = Record.of(had, number_of(memory[self._weights + index]))
+            elif fresh is None:
                 return Admitted(None, parity)
             memory[intent] = 1 + parity
             new = self.packing.pack(state.admitted(shape))
@@ -251,8 +257,8 @@ class AdmissionProtocol:
         begin, size = parity * self._size, self._size
         words = self.words.read_range(self._records + begin, size)
         # Not before the records.
-        weights = self.words.read_range(self._weights + begin, size)
-        pairs = enumerate(zip(words, weights, strict=True))
+        weights = np.array(self.words.read_range(self._weights + begin, size))
+        pairs = enumerate(zip(words, weights.view(float).tolist(), strict=True))
         return {rank: Record.of(*pair) for rank, pair in pairs if pair[0]}
 
     def clear_records(self, parity: int) -> None:

@@ -39,8 +39,6 @@ class Shapes:
     def misfit(self, grad: Any) -> str | None:
         """Return why a gradient fits no round; None if it may fit one."""
         shape, declared = grad.shape, self._settings.shape
-        if shape == self.only:
-            return None
         if not compatible(shape, declared):
             expected = f"shape {declared}"
         elif len(shape) > MAX_DIMS:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hpcaccum.accumulator.settings import Shape
-from hpcaccum.mpi import number_of
 
 # Gradients of one rank in one round: 20 bits. Then the number of a shape.
 _MAX_NUMBER, _MAX_SHAPE = (1 << 20) - 1, (1 << 10) - 1
@@ -128,12 +127,12 @@ class Record(NamedTuple):
         return Record(self.buffer, self.number + 1, 0, self.shape, 0, total)
 
     @classmethod
-    def of(cls, word: int, weight: int) -> Record:
-        """Return the record of a word, and of that of its weight."""
+    def of(cls, word: int, weight: float) -> Record:
+        """Return the record of a word, and of its weight."""
         counts, adding, buffer = word >> 2, word >> 1 & 1, word & 1
         shape, copied = counts >> 20 & _MAX_SHAPE, counts >> 30
         number = counts & _MAX_NUMBER
-        return cls(buffer, number, adding, shape, copied, number_of(weight))
+        return cls(buffer, number, adding, shape, copied, weight)
 
 
 @dataclass(frozen=True)

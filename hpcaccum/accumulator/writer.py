@@ -50,7 +50,7 @@ class Unanswered(NamedTuple):
 class Writer:
     """Has gradients of this rank admitted, and writes them to their round.
 
-    By the agent of the host's node, if ``calls`` are those of another node.
+    The agent of the host's node admits them if ``calls`` are not `near`.
     """
 
     def __init__(
@@ -62,9 +62,7 @@ class Writer:
         what: str,
     ) -> None:
         self._protocol, self._storage, self._rank = protocol, storage, rank
-        # Of a rank on another node.
-        self._calls = None if calls is None or calls.near else calls
-        self._agent = calls
+        self._calls = calls
         self._buffers = RankBuffers(protocol, storage)
         self._turn, self._call = OneThread(what), f"{what}: apply_grad"
         self._unanswered: Unanswered | None = None
@@ -89,11 +87,11 @@ class Writer:
             self._protocol.membership.check_present("apply")
             if self._unanswered:
                 self._settle(Deadline(None, self._call))
-            slot = self._buffers.slot_of(grad.array)
+            choice = self._buffers.choose(grad.array)
             try:
-                admitted = self._admit(grad, slot)
+                admitted = self._admit(grad, choice)
                 if admitted.record:
-                    self._write(grad, admitted, slot)
+                    self._write(grad, admitted, choice.slot)
                 return admitted.receipt
             except InvalidArgumentError:
                 # Raised before the gradient was admitted.
@@ -111,26 +109,27 @@ class Writer:
         "admission",
         lambda _, found: {} if found.receipt is None else found.receipt.shown(),
     )
-    def _admit(self, grad: Gradient, slot: int | None) -> Admitted:
+    def _admit(self, grad: Gradient, choice: Choice) -> Admitted:
         """Have a gradient admitted, or dropped."""
-        if self._agent is not None:
-            # Gradients of other ranks often come soon: the agent stops its nap.
-            self._agent.wake()
-        array, _, step, weight = grad
-        buffers, storage = self._buffers, self._storage
+        (array, source, step, weight), (slot, fresh, in_place) = grad, choice
+        calls, storage, shapes = self._calls, self._storage, self._protocol.shapes
         if storage.has_rows:
-            buffers.check_room(array, step)
-        in_place = slot is not None and buffers.is_in(array, slot)
-        fresh = (slot, slot) if in_place else buffers.fresh(slot)
-        misfit, sent = self._protocol.shapes.misfit(array), None
-        request = Request(step, weight, array.shape, misfit, fresh, in_place)
-        if self._calls is None:
+            self._buffers.check_room(array, step)
+        usual = array.shape == shapes.only
+        shape, misfit = (None, None) if usual else (array.shape, shapes.misfit(array))
+        request = Request(step, weight, shape, misfit, fresh, in_place)
+        if calls is None:
             return self._protocol.admit(self._rank, request)
-        if not misfit and (sent := storage.short(grad.source)) is not None:
+        if calls.near:
+            # Gradients of other ranks often come soon: the agent stops its nap.
+            calls.wake()
+            return self._protocol.admit(self._rank, request)
+        sent = None if misfit else storage.short(source)
+        if sent is not None:
             # The copy of the agent counts.
             request = request._replace(in_place=True, contents=sent)
-        call = self._calls.admit(request)
-        admitted: Admitted = self._answer(Unanswered(call, slot, sent))
+        unanswered = Unanswered(calls.admit(request), slot, sent)
+        admitted: Admitted = self._answer(unanswered)
         self._put(admitted, sent)
         return admitted
 
@@ -143,7 +142,7 @@ class Writer:
             index, before = admitted.record.buffer, admitted.before
             self._storage.write(admitted.parity, index, grad.source, weight, before)
         self._buffers.note_admitted(admitted, slot)
-        if self._calls is None:
+        if self._calls is None or self._calls.near:
             self._protocol.arrive(self._rank, admitted)
         elif not admitted.complete:
             # The agent has published one that is complete.
@@ -227,6 +226,20 @@ class Lent(NamedTuple):
     thread: threading.Thread
 
 
+class Choice(NamedTuple):
+    """The buffers that a gradient may use; see `Request`.
+
+    Attributes:
+        slot: The slot that contains the gradient, if one does.
+        fresh: The first buffer for a round, by parity; None if there is none.
+        in_place: Whether the gradient is all of that buffer.
+    """
+
+    slot: int | None
+    fresh: tuple[int | None, int | None]
+    in_place: bool
+
+
 class RankBuffers:
     """The two buffers of this rank, for its `Writer`, which serializes all calls.
 
@@ -246,33 +259,37 @@ class RankBuffers:
         self._lent: dict[int, Lent] = {}
         self._slots: dict[int, Array] = {}
 
-    def is_in(self, array: Any, slot: int) -> bool:
-        """Whether a gradient that is in a slot is all of it."""
-        return same_elements(array, self._lent[slot].array)
+    def choose(self, array: Any) -> Choice:
+        """Choose buffers for a gradient, but none that another round holds.
 
-    def fresh(self, slot: int | None) -> tuple[int | None, int | None]:
-        """Return a buffer for the round of each parity; None if there is none.
-
-        It is not the one that the round of the other parity holds. ``slot`` is the one
-        that contains the gradient, if one does.
+        Raises:
+            InvalidArgumentError: If it is in a slot that was applied before.
         """
-        # The usual case, with the result that `_first` would have.
+        slot = self._slot_of(array) if self._slots else None
         if not self._lent:
+            # The usual case, with the result that the last line would have.
             one, two = self._records
-            return 1 - two.buffer if two else 0, 1 - one.buffer if one else 0
-        others = self._of_others(slot)
-        return self._first(0, others), self._first(1, others)
+            first = 1 - two.buffer if two else 0, 1 - one.buffer if one else 0
+            return Choice(slot, first, False)
+        if slot is not None and same_elements(array, self._lent[slot].array):
+            return Choice(slot, (slot, slot), True)
+        mine = {0, 1} - self._of_others(slot)
+        free = self._free(mine, 1), self._free(mine, 0)
+        return Choice(slot, (self._first(free[0]), self._first(free[1])), False)
 
-    def _first(self, parity: int, others: set[int]) -> int | None:
-        """Return the first buffer for a round, without slots of other threads."""
-        held, free = self._records[1 - parity], {0, 1} - others
-        if held and free == {held.buffer}:
-            # It may have been reduced.
-            held = self._current(1 - parity)
-        if held:
-            free.discard(held.buffer)
-        # Prefer a buffer that the calling thread does not have as a slot.
+    def _first(self, free: set[int]) -> int | None:
+        """Return the first buffer, if possible one that is no slot of this thread."""
         return min(free, key=lambda each: (each in self._lent, each), default=None)
+
+    def _free(self, buffers: set[int], *parities: int) -> set[int]:
+        """Return those of some buffers that no round of these parities holds."""
+        held = filter(None, [self._records[parity] for parity in parities])
+        free = buffers - {record.buffer for record in held}
+        if buffers and not free:
+            # Rounds may have been reduced; to find out may take words of another node.
+            held = filter(None, map(self._current, parities))
+            free = buffers - {record.buffer for record in held}
+        return free
 
     def note_admitted(self, admitted: Admitted, slot: int | None) -> None:
         """Note a gradient in the open round; take back slots of the calling thread."""
@@ -290,9 +307,9 @@ class RankBuffers:
             self._lent[index].array.flags.writeable = False
             del self._lent[index]
 
-    def slot_of(self, array: Any) -> int | None:
+    def _slot_of(self, array: Any) -> int | None:
         """Return the slot that contains an array; None if it is elsewhere."""
-        if not self._slots or array.base is None or is_device(array):
+        if array.base is None or is_device(array):
             return None
         for index, lent in self._lent.items():
             if array is lent.array:
@@ -349,12 +366,7 @@ class RankBuffers:
 
     def lend(self, shape: tuple[int, ...]) -> Array | None:
         """Return a buffer that no round holds, as a slot; None if there is none."""
-        mine = {0, 1} - self._of_others()
-        # First what needs no question to another node.
-        free = mine - {record.buffer for record in self._records if record}
-        if not free:
-            held = filter(None, map(self._current, range(2)))
-            free = mine - {record.buffer for record in held}
+        free = self._free({0, 1} - self._of_others(), 0, 1)
         if not free:
             return None
         # A second call without an apply returns the same slot.

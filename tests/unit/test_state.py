@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from hpcaccum.accumulator import Receipt
 from hpcaccum.accumulator.state import Packing, Record, State, WordLayout
-from hpcaccum.mpi import bits
 
 states = st.builds(
     State,
@@ -56,7 +55,7 @@ def test_limits_fill_the_word(shaped):
 def test_record_is_two_words_the_first_never_nothing(record):
     word = record.word()
 
-    assert Record.of(word, bits(record.weight)) == record
+    assert Record.of(word, record.weight) == record
     assert word < 2**63
     if record.number or record.adding:
         assert word != 0
