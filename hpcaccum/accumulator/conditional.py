@@ -210,7 +210,8 @@ class ConditionalAccumulator(Accumulator):
             EverybodyLeftError: At once, if all ranks have left and the round has no
                 gradient.
         """
-        return self.take(num_required, timeout=timeout, out=out).value
+        taken: Taken[Array] = self._take(num_required, None, timeout, out)
+        return taken.value
 
     def take(
         self,
@@ -242,11 +243,12 @@ class ConditionalAccumulator(Accumulator):
                 half a second later.
             EverybodyLeftError: As `take_grad`.
         """
-        self._check_open()
-        only_shape = self._protocol.shapes.only
-        if out is not None and only_shape is not None:
-            result_array(out, self.dtype, only_shape)
         return self._take(num_required, at_least, timeout, out)
+
+    def _check_target(self, target: Array | None) -> None:
+        shape = self._protocol.shapes.only
+        if target is not None and shape is not None:
+            result_array(target, self._settings.dtype, shape)
 
     def _reduce(
         self, closed: Closed, target: Array | None, deadline: Deadline

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum import device
-from hpcaccum.accumulator.device_protocol import AccumulatorOnDevice, Launch
+from hpcaccum.accumulator.device_protocol import AccumulatorOnDevice
 from hpcaccum.accumulator.settings import declared_shape, is_fixed, known
 from hpcaccum.arguments import REDUCTIONS, one_of, positive_weight, step_number
 from hpcaccum.device import PointerTable, Table, check_device_array, kernels
@@ -140,20 +140,18 @@ class DeviceAccumulator(AccumulatorOnDevice):
             step,
             number,
             arrays,
-            lambda first: self._addition(table or arrays, factor, first),
+            lambda first: self._add(table or arrays, factor, first),
         )
 
-    def _addition(
-        self, arrays: dict[str, Any] | Table, factor: Any, first: bool
-    ) -> Launch:
-        if isinstance(arrays, Table):
-            return self._table.addition(self._sum, arrays, factor, first=first)
-        only = arrays[_ONLY]
+    def _add(self, arrays: dict[str, Any] | Table, factor: Any, first: bool) -> None:
+        """Queue the addition of a gradient, which may be the first."""
+        only = None if isinstance(arrays, Table) else arrays[_ONLY]
         # A table of one array costs a little more, but converts from all dtypes.
-        if accumulation_dtype(only.dtype) != self._sum.dtype:
-            return self._table.addition(self._sum, arrays, factor, first=first)
+        if only is None or accumulation_dtype(only.dtype) != self._sum.dtype:
+            self._table.addition(self._sum, arrays, factor, first=first)()
+            return
         more = self._sum, only, factor, self._size, _FLAGS[first]
-        return kernels.prepare("accumulate", only.dtype, self._blocks, *more)
+        kernels.prepare("accumulate", only.dtype, self._blocks, *more)()
 
     def take_grad(
         self, num_required: Any, *, timeout: float | None = None, out: Any = None
@@ -204,30 +202,26 @@ class DeviceAccumulator(AccumulatorOnDevice):
         elif not self._named:
             flat = targets[_ONLY]
         if flat is not None and self._dtype == self._sum.dtype:
-            self._finish(flat, divisor)()
+            self._finish(flat, divisor)
             self._begin_step()
             return targets
         # In place where possible: the next gradient overwrites the sum. Not if norms
         # are computed: NaN in the gaps between the arrays would stay.
         flat = self._sum if self._norm is None else cupy.empty_like(self._sum)
         unpack = self._table.unpacking(flat, table or targets)
-        self._finish(flat, divisor)()
+        self._finish(flat, divisor)
         self._begin_step()
         unpack()
         return targets
 
-    def _finish(self, flat: Any, divisor: float) -> Launch:
-        """Prepare the reduction of the sum into a buffer of the sum's dtype."""
+    def _finish(self, flat: Any, divisor: float) -> None:
+        """Queue the reduction of the sum into a buffer of the sum's dtype."""
         kernel, more = "mean", []
         if self._norm is not None:
             kernel, more = "mean_clip", [self._norm.square(), np.float64(self._clip)]
-        size, weight = np.int64(flat.size), np.float64(divisor)
-        return kernels.prepare(
-            kernel,
-            flat.dtype,
-            kernels.blocks(flat.size),
-            *(flat, self._sum, size, weight, *more),
-        )
+        sizes = np.int64(flat.size), np.float64(divisor)
+        blocks, arrays = kernels.blocks(flat.size), (flat, self._sum)
+        kernels.prepare(kernel, flat.dtype, blocks, *arrays, *sizes, *more)()
 
     def _clear(self) -> None:
         self._sum = self._norm = None
@@ -236,11 +230,7 @@ class DeviceAccumulator(AccumulatorOnDevice):
     def _checked(
         self, what: str, given: Any, dtypes: Any
     ) -> tuple[dict[str, Any], Table | None]:
-        """Check arrays for kernels.
-
-        Returns:
-            The arrays by name, in the layout's order; if they have names, their table.
-        """
+        """Return checked arrays by name, in the layout's order, and their table."""
         text = f"{self._name}: {what}"
         if not self._named:
             check_device_array(text, given, self._layout.shapes[_ONLY], dtypes)

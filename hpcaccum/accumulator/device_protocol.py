@@ -25,9 +25,6 @@ logger = logging.getLogger("hpcaccum")
 
 T = TypeVar("T")
 
-# A kernel with its arguments; calling it queues it on the current stream.
-Launch = Callable[[], object]
-
 
 @dataclass(frozen=True)
 class DeviceStatistics:
@@ -140,9 +137,12 @@ class AccumulatorOnDevice(Freeable):
         local_step: int,
         weight: float,
         arrays: Any,
-        prepare: Callable[[bool], Launch],
+        add: Callable[[bool], None],
     ) -> Receipt:
-        """Queue the addition of a gradient, unless it is stale."""
+        """Have ``add`` queue the addition of a gradient, unless it is stale.
+
+        Its argument is whether the gradient is the first since the last take.
+        """
         with self._calls.hold("apply_grad"):
             self._check_here()
             state = self._state
@@ -150,7 +150,7 @@ class AccumulatorOnDevice(Freeable):
             receipt = Receipt(accepted, local_step, state.step)
             if receipt:
                 first = state.accumulated == 0
-                self._in_turn(lambda: prepare(first)(), arrays)
+                self._in_turn(lambda: add(first), arrays)
             self._state = state.after(receipt, weight)
             return receipt
 

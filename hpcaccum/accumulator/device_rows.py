@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum import device
-from hpcaccum.accumulator.device_protocol import AccumulatorOnDevice, Launch
+from hpcaccum.accumulator.device_protocol import AccumulatorOnDevice
 from hpcaccum.arguments import positive_count, positive_weight, step_number
 from hpcaccum.device import check_device_array, kernels
 from hpcaccum.dtypes import float_dtype
@@ -102,12 +102,13 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
             step,
             factor,
             (indices, values),
-            lambda first: self._addition(indices, values, factor),
+            lambda first: self._add(indices, values, factor),
         )
 
-    def _addition(self, indices: Any, values: Any, weight: float) -> Launch:
+    def _add(self, indices: Any, values: Any, weight: float) -> None:
+        """Queue the addition of a gradient."""
         sizes = (len(indices), self._width, self._rows)
-        return self._launch(
+        self._launch(
             "scatter_add_rows",
             len(indices),
             *(self._sum, self._weights, values, indices),
@@ -153,16 +154,16 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
         rows = device.cupy().flatnonzero(self._weights)
         means, weights = self._sum[rows], self._weights[rows]
         sizes = map(np.int64, means.shape)
-        self._launch("mean_rows", len(rows), means, weights, *sizes)()
+        self._launch("mean_rows", len(rows), means, weights, *sizes)
         self._sum[rows] = 0
         self._weights.fill(0)
         self._begin_step()
         return rows, means
 
-    def _launch(self, kernel: str, rows: int, *arguments: Any) -> Launch:
-        """Prepare the launch of a kernel over the elements of rows."""
+    def _launch(self, kernel: str, rows: int, *arguments: Any) -> None:
+        """Launch a kernel over the elements of rows."""
         blocks = kernels.blocks(rows * self._width)
-        return kernels.prepare(kernel, self._dtype, blocks, *arguments)
+        kernels.prepare(kernel, self._dtype, blocks, *arguments)()
 
     def _clear(self) -> None:
         self._sum = self._weights = self._refused = None

@@ -316,6 +316,8 @@ class Accumulator(Freeable):
         target: Any,
     ) -> Taken[Any]:
         """Take a round; see `_reduce` about ``target``."""
+        self._check_open()
+        self._check_target(target)
         required = positive_count(num_required, "num_required")
         limit = self._protocol.packing.max_count
         if required > limit:
@@ -332,13 +334,17 @@ class Accumulator(Freeable):
         # A take would wait for a gradient that this rank has not completed.
         shared.writer.finish(deadline)
         while True:
-            # If a node with gradients of the round is lost, the others are taken.
-            with (
-                contextlib.suppress(LostNodeError),
-                shared.hold_round(required, deadline, at_least=least) as closed,
-            ):
-                value = self._reduce(closed, target, deadline)
-                return Taken(value, closed.count, closed.weight, closed.step)
+            try:
+                with shared.hold_round(required, deadline, at_least=least) as closed:
+                    value = self._reduce(closed, target, deadline)
+                    return Taken(value, closed.count, closed.weight, closed.step)
+            except LostNodeError:
+                # A node with gradients of the round is lost; the others are taken.
+                continue
+
+    def _check_target(self, target: Any) -> None:
+        """Raise an error if `_reduce` cannot put the result there."""
+        raise NotImplementedError
 
     def _reduce(self, closed: Closed, target: Any, deadline: Deadline) -> Any:
         """Return the reduction of a round, where the caller of a take wants it."""

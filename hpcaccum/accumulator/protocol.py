@@ -113,7 +113,7 @@ class AdmissionProtocol:
         self.apart, self.mean = settings.storage != SUM, settings.reduction == "MEAN"
         self._late, self.max_lag = settings.late, 1 if settings.late else 0
         self.packing = Packing(shaped=not settings.has_one_shape)
-        layout = WordLayout(after=_FIXED)
+        layout = WordLayout(_FIXED.count)
         members = layout.take(Membership.words(n))
         lock = layout.take(TicketLock.words(n))
         # By parity, and then by rank.
@@ -158,10 +158,8 @@ class AdmissionProtocol:
         """Admit a gradient of a rank to the open round, or drop it.
 
         The rank has no other gradient on its way. If this one is admitted, `arrive`
-        comes when it is in its buffer.
-
-        Raises:
-            InvalidArgumentError: If the shape does not fit, or the round is full.
+        comes when it is in its buffer. A shape that does not fit, and a full round, are
+        an InvalidArgumentError.
         """
         words, memory = self.words, self.words.memory
         word, local_step = words.read(STATE), request.local_step
@@ -210,10 +208,9 @@ class AdmissionProtocol:
         return Admitted(receipt, parity, held, record, complete)
 
     def arrive(self, rank: int, admitted: Admitted) -> None:
-        """Publish that a gradient is in place.
+        """Publish that a gradient is in place, unless its rank was given up.
 
-        Raises:
-            LostRankError: If its rank was given up; the round may be over without it.
+        The round may be over without that rank.
         """
         self.membership.check_counts(rank)
         assert admitted.receipt is not None

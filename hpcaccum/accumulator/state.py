@@ -162,26 +162,19 @@ class Closed:
     total: bytes | None = None
 
 
+@dataclass
 class WordLayout:
     """Assigns consecutive words to the parts of an object, in the order of the calls.
 
     The words of one `take` are adjacent, and those of two calls follow each other, so
-    that one read can cover them. Words of ``after``, which every instance has, come
-    first. ``count`` words have been assigned so far.
+    that one read can cover them. ``count`` words have been assigned so far.
     """
 
-    def __init__(self, after: WordLayout | None = None) -> None:
-        self.count: int = after.count if after else 0
+    count: int = 0
 
     def take(self, count: int = 1, *, own_lines: bool = False) -> int:
         """Assign ``count`` words; return the index of the first."""
-        if own_lines:
-            self._align()
-        index = self.count
-        self.count += count
-        if own_lines:
-            self._align()
+        line = _WORDS_PER_LINE if own_lines else 1
+        index = -(-self.count // line) * line
+        self.count = -(-(index + count) // line) * line
         return index
-
-    def _align(self) -> None:
-        self.count += -self.count % _WORDS_PER_LINE

@@ -267,7 +267,7 @@ class Take:
         self._storage.clear(closed.parity, size)
         # Before the turn is passed on: the next take may open this parity again.
         self._protocol.clear_records(closed.parity)
-        self._protocol.words.write(CLOSED, 0)
+        self._protocol.words.memory[CLOSED] = 0
 
     def _discard(self, closed: Closed) -> None:
         """End a round of which all was lost: another one gets its step."""

@@ -260,11 +260,7 @@ class RankBuffers:
         self._slots: dict[int, Array] = {}
 
     def choose(self, array: Any) -> Choice:
-        """Choose buffers for a gradient, but none that another round holds.
-
-        Raises:
-            InvalidArgumentError: If it is in a slot that was applied before.
-        """
+        """Choose buffers for a gradient, but none that another round holds."""
         slot = self._slot_of(array) if self._slots else None
         if not self._lent:
             # The usual case, with the result that the last line would have.

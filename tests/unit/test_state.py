@@ -64,7 +64,7 @@ def test_record_is_two_words_the_first_never_nothing(record):
 def test_words_are_assigned_one_after_the_other():
     fixed = WordLayout()
     assert [fixed.take(), fixed.take(own_lines=True), fixed.take(3)] == [0, 8, 16]
-    layout = WordLayout(after=fixed)
+    layout = WordLayout(fixed.count)
     assert [layout.take(2), layout.take(9, own_lines=True), layout.take()] == [
         19,
         24,
