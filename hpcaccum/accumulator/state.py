@@ -48,10 +48,6 @@ class State(NamedTuple):
         """Return the state after the round is closed."""
         return State(self.step + 1, 0, 1 - self.parity, 0, 0)
 
-    def not_waiting(self, wanted: int) -> State:
-        """Return the state after the take that waits for ``wanted`` stops waiting."""
-        return self._replace(waiting=0, number=wanted - self.number)
-
 
 class Packing:
     """The layout of a `State` in 64 bits: step, shape, parity, waiting, number.

@@ -221,7 +221,8 @@ class Take:
             state = self._protocol.state()
             if state.parity != request.parity:
                 return True
-            if self._protocol.swap(state, state.not_waiting(request.number)):
+            number = request.number - state.number
+            if self._protocol.swap(state, state._replace(waiting=0, number=number)):
                 return False
 
     # Completing

@@ -86,7 +86,7 @@ class Writer:
         with self._turn.hold("apply_grad"):
             self._protocol.membership.check_present("apply")
             if self._unanswered:
-                self._settle(Deadline(None, self._call))
+                self._settle()
             choice = self._buffers.choose(grad.array)
             try:
                 admitted = self._admit(grad, choice)
@@ -128,9 +128,8 @@ class Writer:
         if sent is not None:
             # The copy of the agent counts.
             request = request._replace(in_place=True, contents=sent)
-        unanswered = Unanswered(calls.admit(request), slot, sent)
-        admitted: Admitted = self._answer(unanswered)
-        self._put(admitted, sent)
+        admitted: Admitted
+        admitted = self._answer(Unanswered(calls.admit(request), slot, sent))
         return admitted
 
     def _write(self, grad: Gradient, admitted: Admitted, slot: int | None) -> None:
@@ -148,26 +147,25 @@ class Writer:
             # The agent has published one that is complete.
             self._answer(Unanswered(self._calls.arrive(admitted), None))
 
-    def _put(self, admitted: Admitted, sent: bytes | None) -> None:
-        """Store a gradient of which the agent has a copy; others may be added."""
-        if sent is not None and admitted.complete:
-            assert admitted.record is not None
-            self._storage.keep(self._rank, admitted.record.buffer, sent)
-
     def _answer(self, unanswered: Unanswered, deadline: Deadline | None = None) -> Any:
         """Wait for an answer of the agent of the host's node."""
-        self._unanswered, call = unanswered, unanswered.call
+        self._unanswered, (call, _, sent) = unanswered, unanswered
         try:
-            return call.result(deadline or Deadline(None, self._call))
+            answer = call.result(deadline or Deadline(None, self._call))
         finally:
             if call.answer is not None:
                 self._unanswered = None
+        if sent is not None and answer.complete:
+            # The agent has a copy, but other gradients may be added to this one.
+            self._storage.keep(self._rank, answer.record.buffer, sent)
+        return answer
 
-    def _settle(self, deadline: Deadline) -> None:
-        """Wait for the answer to a gradient whose call has ended before."""
+    def _settle(self, deadline: Deadline | None = None) -> None:
+        """Wait for the answer to a gradient whose call has ended before, if any."""
+        if self._unanswered is None:
+            return
         assert self._calls is not None
-        assert self._unanswered is not None
-        _, slot, sent = self._unanswered
+        slot = self._unanswered.slot
         try:
             admitted = self._answer(self._unanswered, deadline)
         except InvalidArgumentError:
@@ -176,7 +174,6 @@ class Writer:
         if admitted is True or not admitted.receipt:
             return
         if admitted.complete:
-            self._put(admitted, sent)
             self._buffers.note_admitted(admitted, slot)
         else:
             # The caller may have changed the gradient since: it is left out.
@@ -188,8 +185,7 @@ class Writer:
         def lend() -> Array | None:
             with self._turn.hold("slot", deadline):
                 # The gradient before may be in a slot.
-                if self._unanswered:
-                    self._settle(deadline)
+                self._settle(deadline)
                 # It may ask for words of another node.
                 with deadline.extended().limits():
                     return self._buffers.lend(shape)
@@ -200,8 +196,7 @@ class Writer:
         """Wait for the answer to a gradient whose `submit` has raised."""
         if self._unanswered:
             with self._turn.hold("apply_grad", deadline):
-                if self._unanswered:
-                    self._settle(deadline or Deadline(None, self._call))
+                self._settle(deadline)
 
     def note_finished(self, step: int) -> None:
         """Note that the takes of all rounds of steps below ``step`` have returned."""
