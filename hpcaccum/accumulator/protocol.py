@@ -17,9 +17,8 @@ do.
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
 
 from hpcaccum.accumulator.membership import Membership
 from hpcaccum.accumulator.receipts import Counters, Receipt
@@ -254,8 +253,10 @@ class AdmissionProtocol:
         begin, size = parity * self._size, self._size
         words = self.words.read_range(self._records + begin, size)
         # Not before the records.
-        weights = np.array(self.words.read_range(self._weights + begin, size))
-        pairs = enumerate(zip(words, weights.view(float).tolist(), strict=True))
+        bits = struct.pack(
+            f"{size}q", *self.words.read_range(self._weights + begin, size)
+        )
+        pairs = enumerate(zip(words, struct.unpack(f"{size}d", bits), strict=True))
         return {rank: Record.of(*pair) for rank, pair in pairs if pair[0]}
 
     def clear_records(self, parity: int) -> None:
