@@ -110,11 +110,10 @@ class Buffers:
         """
         return self._own[index]
 
-    def prepare(self, grad: Any, weight: float) -> Any:
-        """Return the argument for `write`."""
+    def prepare(self, grad: Any) -> None:
+        """Prepare `write`, for a gradient that may be dropped."""
         if device.is_device(grad):
             self.pin()
-        return grad
 
     def check_room(self, index: int, grad: Any, joins: Callable[[], bool]) -> None:
         """Raise InvalidArgumentError if a buffer has no room for another gradient.
@@ -144,7 +143,7 @@ class Buffers:
     def write(
         self, parity: int, index: int, grad: Any, weight: float, before: Record | None
     ) -> None:
-        """Store what `prepare` returned in this rank's buffer, or add it to the sum.
+        """Store a gradient in this rank's buffer, or add it to what the buffer has.
 
         ``before`` is what the buffer has of the round; None if nothing.
         """
@@ -269,11 +268,10 @@ class RowBuffers(Buffers):
     def _label(self, place: RowPlace) -> str:
         return self._what
 
-    def prepare(self, grad: RowGradient, weight: float) -> RowGradient:
-        """Return the argument for `write`."""
+    def prepare(self, grad: RowGradient) -> None:
+        """Prepare `write`; see `Buffers.prepare`."""
         if grad.slices.on_device:
             self.pin()
-        return grad
 
     @traced("copy")
     def write(
@@ -327,24 +325,19 @@ class Sums:
             self._staging[index] = np.zeros(self._capacity, self._dtype)
         return self._staging[index]
 
-    def prepare(self, grad: Any, weight: float) -> Any:
-        """Return the argument for `write`: what MPI adds, if it is in CPU memory."""
-        # A stale gradient is not copied from a device.
-        return grad if device.is_device(grad) else self._weighted(grad, weight)
-
-    def _weighted(self, grad: Array, weight: float) -> Array:
-        with np.errstate(all="ignore"):
-            vector = np.ascontiguousarray(grad, self._dtype).reshape(-1)
-            return vector if weight == 1 else vector * self._dtype.type(weight)
+    def prepare(self, grad: Any) -> None:
+        """Do nothing."""
 
     @traced("copy")
     def write(
         self, parity: int, index: int, grad: Any, weight: float, before: Record | None
     ) -> None:
         """Add a gradient to the sum of a parity; see `Buffers.write`."""
-        if device.is_device(grad):
-            grad = self._weighted(device.to_host(grad), weight)
-        self._region.accumulate(parity * self._stride, grad)
+        with np.errstate(all="ignore"):
+            vector = np.ascontiguousarray(device.to_host(grad), self._dtype).reshape(-1)
+            if weight != 1:
+                vector = vector * self._dtype.type(weight)
+        self._region.accumulate(parity * self._stride, vector)
 
     def total(self, closed: Closed, out: Array, deadline: Deadline) -> None:
         """Set a vector to the sum or mean of a round's gradients, by their weights."""

@@ -30,10 +30,9 @@ _OTHER_THREAD = "another thread of this rank to apply the slot that it holds"
 
 
 class Gradient(NamedTuple):
-    """A gradient as the user gave it, and as the storage writes it: its source."""
+    """A gradient of this rank."""
 
     array: Any
-    source: Any
     local_step: int
     weight: float
 
@@ -73,8 +72,8 @@ class Writer:
         Its errors are those of `ConditionalAccumulator.apply_grad`.
         """
         # What may fail comes before the admission.
-        source = self._storage.prepare(array, weight)
-        grad = Gradient(array, source, local_step, weight)
+        self._storage.prepare(array)
+        grad = Gradient(array, local_step, weight)
         receipt = self._submit(grad)
         if receipt is None:
             deadline = Deadline(None, self._call)
@@ -111,7 +110,7 @@ class Writer:
     )
     def _admit(self, grad: Gradient, choice: Choice) -> Admitted:
         """Have a gradient admitted, or dropped."""
-        (array, source, step, weight), (slot, fresh, in_place) = grad, choice
+        (array, step, weight), (slot, fresh, in_place) = grad, choice
         calls, storage, shapes = self._calls, self._storage, self._protocol.shapes
         if storage.has_rows:
             self._buffers.check_room(array, step)
@@ -124,7 +123,7 @@ class Writer:
             # Gradients of other ranks often come soon: the agent stops its nap.
             calls.wake()
             return self._protocol.admit(self._rank, request)
-        sent = None if misfit else storage.short(source)
+        sent = None if misfit else storage.short(array)
         if sent is not None:
             # The copy of the agent counts.
             request = request._replace(in_place=True, contents=sent)
@@ -139,7 +138,7 @@ class Writer:
         if not admitted.complete:
             weight = admitted.receipt.factor * grad.weight
             index, before = admitted.record.buffer, admitted.before
-            self._storage.write(admitted.parity, index, grad.source, weight, before)
+            self._storage.write(admitted.parity, index, grad.array, weight, before)
         self._buffers.note_admitted(admitted, slot)
         if self._calls is None or self._calls.near:
             self._protocol.arrive(self._rank, admitted)
