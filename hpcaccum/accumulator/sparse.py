@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, SupportsInt
 
 import numpy as np
 
-from hpcaccum.accumulator.handle import Accumulator, Taken
+from hpcaccum.accumulator.conditional import Accumulator, Taken
 from hpcaccum.accumulator.settings import check_sparse_settings
 from hpcaccum.accumulator.storage import RowBuffers, RowGradient
 from hpcaccum.arguments import positive_weight, step_number
