@@ -127,8 +127,8 @@ class Writer:
         if sent is not None:
             # The copy of the agent counts.
             request = request._replace(in_place=True, contents=sent)
-        admitted: Admitted
-        admitted = self._answer(Unanswered(calls.admit(request), slot, sent))
+        unanswered = Unanswered(calls.admit(request), slot, sent)
+        admitted: Admitted = self._answer(unanswered)
         return admitted
 
     def _write(self, grad: Gradient, admitted: Admitted, slot: int | None) -> None:
