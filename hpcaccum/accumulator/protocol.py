@@ -50,6 +50,10 @@ MEMBERS = _FIXED.count
 _APART = 8
 
 
+# The first buffers that a rank has for a round, by parity.
+Fresh = tuple["int | None", "int | None"]
+
+
 class Request(NamedTuple):
     """What a rank asks for: that a gradient is admitted.
 
@@ -68,7 +72,7 @@ class Request(NamedTuple):
     weight: float
     shape: Shape | None
     misfit: str | None
-    fresh: tuple[int | None, int | None]
+    fresh: Fresh
     in_place: bool
     contents: bytes | None = None
 

@@ -18,7 +18,7 @@ from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
     from hpcaccum.accumulator.host_calls import HostCalls
-    from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted
+    from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted, Fresh
     from hpcaccum.accumulator.receipts import Receipt
     from hpcaccum.accumulator.state import Record
     from hpcaccum.accumulator.storage import Storage
@@ -86,11 +86,11 @@ class Writer:
             self._protocol.membership.check_present("apply")
             if self._unanswered:
                 self._settle()
-            choice = self._buffers.choose(grad.array)
+            slot, fresh, in_place = self._buffers.choose(grad.array)
             try:
-                admitted = self._admit(grad, choice)
+                admitted = self._admit(grad, slot, fresh, in_place)
                 if admitted.record:
-                    self._write(grad, admitted, choice.slot)
+                    self._write(grad, admitted, slot)
                 return admitted.receipt
             except InvalidArgumentError:
                 # Raised before the gradient was admitted.
@@ -108,9 +108,11 @@ class Writer:
         "admission",
         lambda _, found: {} if found.receipt is None else found.receipt.shown(),
     )
-    def _admit(self, grad: Gradient, choice: Choice) -> Admitted:
-        """Have a gradient admitted, or dropped."""
-        (array, step, weight), (slot, fresh, in_place) = grad, choice
+    def _admit(
+        self, grad: Gradient, slot: int | None, fresh: Fresh, in_place: bool
+    ) -> Admitted:
+        """Have a gradient admitted, or dropped; see `RankBuffers.choose`."""
+        array, step, weight = grad
         calls, storage, shapes = self._calls, self._storage, self._protocol.shapes
         if storage.has_rows:
             self._buffers.check_room(array, step)
@@ -220,20 +222,6 @@ class Lent(NamedTuple):
     thread: threading.Thread
 
 
-class Choice(NamedTuple):
-    """The buffers that a gradient may use; see `Request`.
-
-    Attributes:
-        slot: The slot that contains the gradient, if one does.
-        fresh: The first buffer for a round, by parity; None if there is none.
-        in_place: Whether the gradient is all of that buffer.
-    """
-
-    slot: int | None
-    fresh: tuple[int | None, int | None]
-    in_place: bool
-
-
 class RankBuffers:
     """The two buffers of this rank, for its `Writer`, which serializes all calls.
 
@@ -253,22 +241,27 @@ class RankBuffers:
         self._lent: dict[int, Lent] = {}
         self._slots: dict[int, Array] = {}
 
-    def choose(self, array: Any) -> Choice:
-        """Choose buffers for a gradient, but none that another round holds."""
+    def choose(self, array: Any) -> tuple[int | None, Fresh, bool]:
+        """Return which buffers a gradient may use, and none that another round holds.
+
+        That is the slot that contains it, if one does, and what `Request` has as
+        ``fresh`` and ``in_place``.
+        """
         slot = self._slot_of(array) if self._slots else None
         if not self._lent:
             # The usual case, with the result that the last line would have.
             one, two = self._records
             first = 1 - two.buffer if two else 0, 1 - one.buffer if one else 0
-            return Choice(slot, first, False)
+            return slot, first, False
         if slot is not None and same_elements(array, self._lent[slot].array):
-            return Choice(slot, (slot, slot), True)
+            return slot, (slot, slot), True
         mine = {0, 1} - self._of_others(slot)
-        free = self._free(mine, 1), self._free(mine, 0)
-        return Choice(slot, (self._first(free[0]), self._first(free[1])), False)
+        return slot, (self._first(mine, 1), self._first(mine, 0)), False
 
-    def _first(self, free: set[int]) -> int | None:
-        """Return the first buffer, if possible one that is no slot of this thread."""
+    def _first(self, buffers: set[int], other: int) -> int | None:
+        """Return the first buffer that the round of the other parity does not hold."""
+        free = self._free(buffers, other)
+        # Prefer a buffer that the calling thread does not have as a slot.
         return min(free, key=lambda each: (each in self._lent, each), default=None)
 
     def _free(self, buffers: set[int], *parities: int) -> set[int]:
