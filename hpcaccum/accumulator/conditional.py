@@ -32,7 +32,7 @@ from hpcaccum.arguments import (
     step_number,
 )
 from hpcaccum.deadline import Deadline
-from hpcaccum.device import copyto, is_device
+from hpcaccum.device import copyto
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import FreedError, InvalidArgumentError
 from hpcaccum.mpi import Freeable, Group, group_of
@@ -554,11 +554,14 @@ class ConditionalAccumulator(Accumulator):
         self, closed: Closed, target: Array | None, deadline: Deadline
     ) -> Array:
         shape, dtype = closed.shape, self._settings.dtype
-        found = result_array(target, dtype, shape)
-        result = np.empty(shape, dtype) if is_device(found) else found
+        if target is not None:
+            result_array(target, dtype, shape)
+        # What is for the device is computed in CPU memory.
+        result = target if isinstance(target, np.ndarray) else np.empty(shape, dtype)
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):
             self._storage.total(closed, result.reshape(-1), deadline)
-        if found is not result:
-            copyto(found, result)
-        return found
+        if target is None or target is result:
+            return result
+        copyto(target, result)
+        return target
