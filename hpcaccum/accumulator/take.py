@@ -89,7 +89,8 @@ class Take:
             self.closed = self._arrived(self._closing)
             if self.closed is None or self.closed.count or self._empty:
                 return self.closed
-            self._discard(self.closed)
+            # All of it was lost.
+            self._end(self.closed)
             self._closing = self.closed = None
         return None
 
@@ -136,7 +137,6 @@ class Take:
         # Another take may have completed this one.
         self._protocol.membership.check_counts(self._rank)
         self._end(self.closed)
-        self._clear(self.closed)
 
     def leave(self, *, withdraws: bool = True) -> None:
         """Pass the turn on, or leave the line; first withdraw a request."""
@@ -256,11 +256,17 @@ class Take:
         return Closed(step, parity, number, count, weight, divisor, of_round, full)
 
     def _end(self, closed: Closed) -> None:
-        """Record that no other take reduces a round."""
-        step, parity, number = closed.step, closed.parity, closed.number
-        self._protocol.put_closing(State(step, 0, parity, 1, number))
+        """Have no other take reduce a round, and make room for the next one."""
+        protocol, step, number = self._protocol, closed.step, closed.number
+        protocol.put_closing(State(step, 0, closed.parity, 1, number))
         if closed.count < number:
-            self._protocol.add_lost(number - closed.count)
+            protocol.add_lost(number - closed.count)
+        if not (closed.count or self._empty):
+            # Another round gets its step, unless the step was set since.
+            while (state := protocol.state()).step == step + 1:
+                if protocol.swap(state, state._replace(step=step)):
+                    break
+        self._clear(closed)
 
     def _clear(self, closed: Closed) -> None:
         """Make room for the next round of this parity."""
@@ -269,12 +275,3 @@ class Take:
         # Before the turn is passed on: the next take may open this parity again.
         self._protocol.clear_records(closed.parity)
         self._protocol.words.memory[CLOSED] = 0
-
-    def _discard(self, closed: Closed) -> None:
-        """End a round of which all was lost: another one gets its step."""
-        self._end(closed)
-        # Unless the step was set since.
-        while (state := self._protocol.state()).step == closed.step + 1:
-            if self._protocol.swap(state, state._replace(step=closed.step)):
-                break
-        self._clear(closed)
