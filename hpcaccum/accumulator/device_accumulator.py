@@ -136,14 +136,9 @@ class DeviceAccumulator(AccumulatorOnDevice):
         arrays, table = self._checked("gradient", grad, self._exact)
         number = positive_weight(weight, self._sum.dtype)
         factor = self._sum.dtype.type(scale * number)
-        return self._submit(
-            step,
-            number,
-            arrays,
-            lambda first: self._add(table or arrays, factor, first),
-        )
+        return self._submit(step, number, arrays, self._add, table or arrays, factor)
 
-    def _add(self, arrays: dict[str, Any] | Table, factor: Any, first: bool) -> None:
+    def _add(self, first: bool, arrays: dict[str, Any] | Table, factor: Any) -> None:
         """Queue the addition of a gradient, which may be the first."""
         only = None if isinstance(arrays, Table) else arrays[_ONLY]
         # A table of one array costs a little more, but converts from all dtypes.
@@ -184,15 +179,13 @@ class DeviceAccumulator(AccumulatorOnDevice):
         targets, table = None, None
         if out is not None:
             targets, table = self._checked("out", out, (self._dtype,))
-        results = self._take(
-            num_required, timeout, lambda weight: self._reduce(targets, table, weight)
-        )
+        results = self._take(num_required, timeout, self._reduce, targets, table)
         if out is not None:
             return out
         return results if self._named else results[_ONLY]
 
     def _reduce(
-        self, targets: dict[str, Any] | None, table: Table | None, weight: float
+        self, weight: float, targets: dict[str, Any] | None, table: Table | None
     ) -> dict[str, Any]:
         """Queue the reduction; return the arrays that it writes."""
         cupy, flat, divisor = device.cupy(), None, weight if self._mean else 1.0

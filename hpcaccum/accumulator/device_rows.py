@@ -98,14 +98,10 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
         check_device_array(f"{self._name}: indices", indices, (number,), (_INT64,))
         wanted = (number, self._width)
         check_device_array(f"{self._name}: values", values, wanted, (self._dtype,))
-        return self._submit(
-            step,
-            factor,
-            (indices, values),
-            lambda first: self._add(indices, values, factor),
-        )
+        reads = indices, values
+        return self._submit(step, factor, reads, self._add, *reads, factor)
 
-    def _add(self, indices: Any, values: Any, weight: float) -> None:
+    def _add(self, first: bool, indices: Any, values: Any, weight: float) -> None:
         """Queue the addition of a gradient."""
         sizes = (len(indices), self._width, self._rows)
         self._launch(
@@ -140,9 +136,9 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
                 is lost.
         """
         self._check_open()
-        return self._take(num_required, timeout, lambda _: self._reduce())
+        return self._take(num_required, timeout, self._reduce)
 
-    def _reduce(self) -> tuple[Any, Any]:
+    def _reduce(self, weight: float) -> tuple[Any, Any]:
         if refused := int(self._refused.item()):
             self._refused.fill(0)
             raise InvalidArgumentError(
