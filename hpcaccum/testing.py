@@ -135,7 +135,8 @@ def admit(accumulator: Any, local_step: int = 0) -> Callable[[Any], None]:
     Of an accumulator of float64 vectors of 2, to which this rank gives nothing else.
     """
     protocol, storage = accumulator._protocol, accumulator._storage
-    request = Request(local_step, 1.0, (2,), None, (0, 0), False)
+    shape = None if protocol.shapes.only else (2,)
+    request = Request(local_step, 1.0, shape, None, (0, 0), False)
     calls, rank = accumulator._shared.calls, accumulator._shared.group.rank
     if near := calls is None or calls.near:
         admitted = protocol.admit(rank, request)

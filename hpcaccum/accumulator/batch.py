@@ -78,8 +78,7 @@ class Batch:
     def collect(self, count: int, deadline: Deadline) -> Array:
         """Return the weighted sum, divided by `divisor`; between nodes only.
 
-        Returns:
-            Memory of this node, valid until one of its ranks collects the next sum.
+        It is memory of this node, valid until one of its ranks collects the next sum.
         """
         longer = Deadline(max(deadline.remaining, _LEAST_SECONDS), deadline.what)
         return self.parts.sum(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum import device
-from hpcaccum.accumulator.device_protocol import AccumulatorOnDevice, Launch
+from hpcaccum.accumulator.device_protocol import AccumulatorOnDevice
 from hpcaccum.accumulator.settings import declared_shape, is_fixed, known
 from hpcaccum.arguments import REDUCTIONS, one_of, positive_weight, step_number
 from hpcaccum.device import PointerTable, check_device_array, kernels
@@ -136,20 +136,17 @@ class DeviceAccumulator(AccumulatorOnDevice):
         arrays = self._checked("gradient", grad, self._exact)
         number = positive_weight(weight, self._sum.dtype)
         factor = self._sum.dtype.type(scale * number)
-        return self._submit(
-            step,
-            number,
-            arrays,
-            lambda first: self._addition(arrays, factor, first),
-        )
+        return self._submit(step, number, arrays, self._add, arrays, factor)
 
-    def _addition(self, arrays: dict[str, Any], factor: Any, first: bool) -> Launch:
+    def _add(self, first: bool, arrays: dict[str, Any], factor: Any) -> None:
+        """Queue the addition of a gradient, which may be the first."""
         only = None if self._named else arrays[_ONLY]
         # A table of one array costs a little more, but converts from all dtypes.
         if only is None or accumulation_dtype(only.dtype) != self._sum.dtype:
-            return self._table.addition(self._sum, arrays, factor, first=first)
+            self._table.addition(self._sum, arrays, factor, first=first)()
+            return
         more = self._sum, only, factor, self._size, _FLAGS[first]
-        return kernels.prepare("accumulate", only.dtype, self._blocks, *more)
+        kernels.prepare("accumulate", only.dtype, self._blocks, *more)()
 
     def take_grad(
         self, num_required: Any, *, timeout: float | None = None, out: Any = None
@@ -180,14 +177,12 @@ class DeviceAccumulator(AccumulatorOnDevice):
         """
         self._check_open()
         targets = None if out is None else self._checked("out", out, (self._dtype,))
-        results = self._take(
-            num_required, timeout, lambda weight: self._reduce(targets, weight)
-        )
+        results = self._take(num_required, timeout, self._reduce, targets)
         if out is not None:
             return out
         return results if self._named else results[_ONLY]
 
-    def _reduce(self, targets: dict[str, Any] | None, weight: float) -> dict[str, Any]:
+    def _reduce(self, weight: float, targets: dict[str, Any] | None) -> dict[str, Any]:
         """Queue the reduction; return the arrays that it writes."""
         cupy, flat, divisor = device.cupy(), None, weight if self._mean else 1.0
         if targets is None:
@@ -196,37 +191,33 @@ class DeviceAccumulator(AccumulatorOnDevice):
         elif not self._named:
             flat = targets[_ONLY]
         if flat is not None and self._dtype == self._sum.dtype:
-            self._finish(flat, divisor)()
+            self._finish(flat, divisor)
             self._begin_step()
             return targets
         # In place where possible: the next gradient overwrites the sum. Not if norms
         # are computed: NaN in the gaps between the arrays would stay.
         flat = self._sum if self._norm is None else cupy.empty_like(self._sum)
         unpack = self._table.unpacking(flat, targets)
-        self._finish(flat, divisor)()
+        self._finish(flat, divisor)
         self._begin_step()
         unpack()
         return targets
 
-    def _finish(self, flat: Any, divisor: float) -> Launch:
-        """Prepare the reduction of the sum into a buffer of the sum's dtype."""
+    def _finish(self, flat: Any, divisor: float) -> None:
+        """Queue the reduction of the sum into a buffer of the sum's dtype."""
         kernel, more = "mean", []
         if self._norm is not None:
             kernel, more = "mean_clip", [self._norm.square(), np.float64(self._clip)]
-        size, weight = np.int64(flat.size), np.float64(divisor)
-        return kernels.prepare(
-            kernel,
-            flat.dtype,
-            kernels.blocks(flat.size),
-            *(flat, self._sum, size, weight, *more),
-        )
+        sizes = np.int64(flat.size), np.float64(divisor)
+        blocks, arrays = kernels.blocks(flat.size), (flat, self._sum)
+        kernels.prepare(kernel, flat.dtype, blocks, *arrays, *sizes, *more)()
 
     def _clear(self) -> None:
         self._sum = self._norm = None
         self._table.clear()
 
     def _checked(self, what: str, given: Any, dtypes: Any) -> dict[str, Any]:
-        """Return arrays that kernels can use by name, in the layout's order."""
+        """Return checked arrays by name, in the layout's order."""
         text = f"{self._name}: {what}"
         if not self._named:
             check_device_array(text, given, self._layout.shapes[_ONLY], dtypes)

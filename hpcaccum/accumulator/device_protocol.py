@@ -25,9 +25,6 @@ logger = logging.getLogger("hpcaccum")
 
 T = TypeVar("T")
 
-# A kernel with its arguments; calling it queues it on the current stream.
-Launch = Callable[[], object]
-
 
 @dataclass(frozen=True)
 class DeviceStatistics:
@@ -139,28 +136,36 @@ class AccumulatorOnDevice(Freeable):
         self,
         local_step: int,
         weight: float,
-        arrays: Any,
-        prepare: Callable[[bool], Launch],
+        reads: Any,
+        add: Callable[..., None],
+        *args: Any,
     ) -> Receipt:
-        """Queue the addition of a gradient, unless it is stale."""
+        """Have ``add`` queue the addition of a gradient, unless it is stale.
+
+        Its first argument is whether the gradient is the first since the last take. It
+        reads the arrays ``reads``, which are kept until then.
+        """
         with self._calls.hold("apply_grad"):
             self._check_here()
             state = self._state
             accepted = bool(admits(state.step, local_step))
             receipt = Receipt(accepted, local_step, state.step)
             if receipt:
-                first = state.accumulated == 0
-                self._in_turn(lambda: prepare(first)(), arrays)
+                self._in_turn(reads, add, state.accumulated == 0, *args)
             self._state = state.after(receipt, weight)
             return receipt
 
     def _take(
-        self, num_required: Any, timeout: float | None, reduce: Callable[[float], T]
+        self,
+        num_required: Any,
+        timeout: float | None,
+        reduce: Callable[..., T],
+        *args: Any,
     ) -> T:
-        """Wait for gradients; return the result of ``reduce`` of their weight.
+        """Wait for gradients; return what ``reduce`` returns for their weight.
 
-        ``reduce`` queues work on the current stream, and calls `_begin_step` as soon as
-        that has taken the sum.
+        It queues work on the current stream, and calls `_begin_step` as soon as that
+        has taken the sum.
         """
 
         def enough() -> bool | None:
@@ -177,7 +182,7 @@ class AccumulatorOnDevice(Freeable):
             deadline.wait(enough, missing)
             with self._calls.hold("take_grad"):
                 self._check_here()
-                return self._in_turn(lambda: reduce(self._state.weight))
+                return self._in_turn(None, reduce, self._state.weight, *args)
 
     def _begin_step(self) -> None:
         """Count the step."""
@@ -185,7 +190,7 @@ class AccumulatorOnDevice(Freeable):
         step = state.step + 1
         self._state = state._replace(step=step, accumulated=0, weight=0.0)
 
-    def _in_turn(self, work: Callable[[], T], reads: Any = None) -> T:
+    def _in_turn(self, reads: Any, work: Callable[..., T], *args: Any) -> T:
         """Queue work on the current stream, after that of all turns before.
 
         Called within `_calls`.
@@ -197,7 +202,7 @@ class AccumulatorOnDevice(Freeable):
         stream = device.current_stream()
         stream.wait_event(self._last)
         try:
-            return work()
+            return work(*args)
         finally:
             # Also after an error: something may have been queued.
             self._last = device.new_event() if event is None else event

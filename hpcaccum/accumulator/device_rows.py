@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum import device
-from hpcaccum.accumulator.device_protocol import AccumulatorOnDevice, Launch
+from hpcaccum.accumulator.device_protocol import AccumulatorOnDevice
 from hpcaccum.arguments import positive_count, positive_weight, step_number
 from hpcaccum.device import check_device_array, kernels
 from hpcaccum.dtypes import float_dtype
@@ -98,16 +98,13 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
         check_device_array(f"{self._name}: indices", indices, (number,), (_INT64,))
         wanted = (number, self._width)
         check_device_array(f"{self._name}: values", values, wanted, (self._dtype,))
-        return self._submit(
-            step,
-            factor,
-            (indices, values),
-            lambda first: self._addition(indices, values, factor),
-        )
+        reads = indices, values
+        return self._submit(step, factor, reads, self._add, *reads, factor)
 
-    def _addition(self, indices: Any, values: Any, weight: float) -> Launch:
+    def _add(self, first: bool, indices: Any, values: Any, weight: float) -> None:
+        """Queue the addition of a gradient."""
         sizes = (len(indices), self._width, self._rows)
-        return self._launch(
+        self._launch(
             "scatter_add_rows",
             len(indices),
             *(self._sum, self._weights, values, indices),
@@ -139,9 +136,9 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
                 is lost.
         """
         self._check_open()
-        return self._take(num_required, timeout, lambda _: self._reduce())
+        return self._take(num_required, timeout, self._reduce)
 
-    def _reduce(self) -> tuple[Any, Any]:
+    def _reduce(self, weight: float) -> tuple[Any, Any]:
         if refused := int(self._refused.item()):
             self._refused.fill(0)
             raise InvalidArgumentError(
@@ -153,16 +150,16 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
         rows = device.cupy().flatnonzero(self._weights)
         means, weights = self._sum[rows], self._weights[rows]
         sizes = map(np.int64, means.shape)
-        self._launch("mean_rows", len(rows), means, weights, *sizes)()
+        self._launch("mean_rows", len(rows), means, weights, *sizes)
         self._sum[rows] = 0
         self._weights.fill(0)
         self._begin_step()
         return rows, means
 
-    def _launch(self, kernel: str, rows: int, *arguments: Any) -> Launch:
-        """Prepare the launch of a kernel over the elements of rows."""
+    def _launch(self, kernel: str, rows: int, *arguments: Any) -> None:
+        """Launch a kernel over the elements of rows."""
         blocks = kernels.blocks(rows * self._width)
-        return kernels.prepare(kernel, self._dtype, blocks, *arguments)
+        kernels.prepare(kernel, self._dtype, blocks, *arguments)()
 
     def _clear(self) -> None:
         self._sum = self._weights = self._refused = None

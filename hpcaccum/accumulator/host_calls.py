@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator.state import Closed
     from hpcaccum.accumulator.storage import Storage
     from hpcaccum.mpi import Group
-    from hpcaccum.nodes import Call
+    from hpcaccum.nodes import Call, Steps
 
 
 class HostCalls(Calls):
@@ -78,8 +78,7 @@ class HostCalls(Calls):
     # The agent
 
     def _serve(self, rank: int, kind: str, *arguments: Any) -> Any:
-        result = getattr(self, f"_{kind}")(rank, *arguments)
-        return True if result is None else result
+        return getattr(self, f"_{kind}")(rank, *arguments)
 
     def _admit(self, rank: int, *parts: Any) -> Admitted:
         request = Request(*parts)
@@ -130,20 +129,18 @@ class HostCalls(Calls):
         take = self._takes.get(rank)
         return self.missing() if take is None else take.missing()
 
-    def _give_up(self, rank: int) -> Generator[bool, None, bool]:
+    def _give_up(self, rank: int) -> Steps:
         """Have a take of a rank end at its next wait."""
         self._given_up.add(rank)
         while rank in self._takes and self._takes[rank].closed is None:
             yield False
         self._given_up.discard(rank)
-        return True
 
-    def _leave(self, rank: int) -> Generator[bool, None, bool]:
+    def _leave(self, rank: int) -> Steps:
         """End a take of a rank."""
         yield from self._give_up(rank)
         self._takes.pop(rank, None)
         self._protocol.take_lock.leave(rank)
-        return True
 
     def _complete(self, rank: int) -> None:
         take = self._takes.pop(rank)

@@ -94,12 +94,9 @@ class Membership:
 
     def check_present(self, verb: str) -> None:
         """Raise an error if this rank has left, or its object is broken."""
-        if self.has_left:
-            self._refuse(verb)
-        self.check_counts(self._rank)
-
-    def _refuse(self, verb: str) -> None:
-        """Raise the error of a rank that has left, or is lost."""
+        if not self.has_left:
+            self.check_counts(self._rank)
+            return
         if isinstance(self._broken, LostRankError):
             raise LostRankError(str(self._broken))
         if self._broken is not None:

@@ -17,6 +17,7 @@ do.
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpcaccum.accumulator.membership import Membership
@@ -26,7 +27,7 @@ from hpcaccum.accumulator.shapes import RowShapes, Shapes, ShapeTable
 from hpcaccum.accumulator.state import Packing, Record, State, WordLayout, admits
 from hpcaccum.accumulator.turns import TicketLock
 from hpcaccum.errors import InvalidArgumentError, format_ranks
-from hpcaccum.mpi import bits
+from hpcaccum.mpi import bits, number_of
 from hpcaccum.nodes import words_of
 
 if TYPE_CHECKING:
@@ -49,6 +50,10 @@ MEMBERS = _FIXED.count
 _APART = 8
 
 
+# The first buffers that a rank has for a round, by parity.
+Fresh = tuple["int | None", "int | None"]
+
+
 class Request(NamedTuple):
     """What a rank asks for: that a gradient is admitted.
 
@@ -56,7 +61,7 @@ class Request(NamedTuple):
         local_step: The step at which it was computed.
         weight: What it counts.
         shape, misfit: What decides whether it fits the round: its shape, or that of its
-            rows; and why it fits no round, or None.
+            rows, None if it is that of all rounds; and why it fits none, or None.
         fresh: The first buffer that its rank has for a round, by parity; None if it has
             none at the moment.
         in_place: Whether the gradient is in that buffer, or comes as ``contents``.
@@ -65,9 +70,9 @@ class Request(NamedTuple):
 
     local_step: int
     weight: float
-    shape: Shape
+    shape: Shape | None
     misfit: str | None
-    fresh: tuple[int | None, int | None]
+    fresh: Fresh
     in_place: bool
     contents: bytes | None = None
 
@@ -111,7 +116,7 @@ class AdmissionProtocol:
         self.apart, self.mean = settings.storage != SUM, settings.reduction == "MEAN"
         self._late, self.max_lag = settings.late, 1 if settings.late else 0
         self.packing = Packing(shaped=not settings.has_one_shape)
-        layout = WordLayout(after=_FIXED)
+        layout = WordLayout(_FIXED.count)
         members = layout.take(Membership.words(n))
         lock = layout.take(TicketLock.words(n))
         # By parity, and then by rank.
@@ -156,10 +161,8 @@ class AdmissionProtocol:
         """Admit a gradient of a rank to the open round, or drop it.
 
         The rank has no other gradient on its way. If this one is admitted, `arrive`
-        comes when it is in its buffer.
-
-        Raises:
-            InvalidArgumentError: If the shape does not fit, or the round is full.
+        comes when it is in its buffer. A shape that does not fit, and a full round, are
+        an InvalidArgumentError.
         """
         words, memory = self.words, self.words.memory
         word, local_step = words.read(STATE), request.local_step
@@ -170,7 +173,9 @@ class AdmissionProtocol:
             if not admits(step, local_step, self.max_lag):
                 self.counters.count(rank, False, step - local_step)
                 return Admitted(Receipt(False, local_step, step), parity)
-            shape = self.shapes.number(request.shape, request.misfit, state.shape)
+            shape = 0
+            if request.shape is not None:
+                shape = self.shapes.number(request.shape, request.misfit, state.shape)
             if state.number >= self.packing.max_count and not state.waiting:
                 raise InvalidArgumentError(
                     f"{self.what}: a round holds at most {self.packing.max_count} "
@@ -179,8 +184,10 @@ class AdmissionProtocol:
             # What the rank has in the round; nobody else changes it until a take.
             index, fresh = parity * self._size + rank, request.fresh[parity]
             had = memory[self._records + index]
-            held = Record.of(had, memory[self._weights + index]) if had else None
-            if held is None and fresh is None:
+            held = None
+            if had:
+                held = Record.of(had, number_of(memory[self._weights + index]))
+            elif fresh is None:
                 return Admitted(None, parity)
             memory[intent] = 1 + parity
             new = self.packing.pack(state.admitted(shape))
@@ -204,10 +211,9 @@ class AdmissionProtocol:
         return Admitted(receipt, parity, held, record, complete)
 
     def arrive(self, rank: int, admitted: Admitted) -> None:
-        """Publish that a gradient is in place.
+        """Publish that a gradient is in place, unless its rank was given up.
 
-        Raises:
-            LostRankError: If its rank was given up; the round may be over without it.
+        The round may be over without that rank.
         """
         self.membership.check_counts(rank)
         assert admitted.receipt is not None
@@ -251,8 +257,10 @@ class AdmissionProtocol:
         begin, size = parity * self._size, self._size
         words = self.words.read_range(self._records + begin, size)
         # Not before the records.
-        weights = self.words.read_range(self._weights + begin, size)
-        pairs = enumerate(zip(words, weights, strict=True))
+        bits = struct.pack(
+            f"{size}q", *self.words.read_range(self._weights + begin, size)
+        )
+        pairs = enumerate(zip(words, struct.unpack(f"{size}d", bits), strict=True))
         return {rank: Record.of(*pair) for rank, pair in pairs if pair[0]}
 
     def clear_records(self, parity: int) -> None:

@@ -39,8 +39,6 @@ class Shapes:
     def misfit(self, grad: Any) -> str | None:
         """Return why a gradient fits no round; None if it may fit one."""
         shape, declared = grad.shape, self._settings.shape
-        if shape == self.only:
-            return None
         if not compatible(shape, declared):
             expected = f"shape {declared}"
         elif len(shape) > MAX_DIMS:
@@ -52,13 +50,11 @@ class Shapes:
         return f"gradient must have {expected}, got shape {shape}"
 
     def number(self, shape: Shape, misfit: str | None, of_round: int) -> int:
-        """Return the number of a gradient's shape, if it fits a round of one, or 0."""
+        """Return the number of a gradient's shape, if it fits a round of one."""
         if of_round and shape != (expected := self._table.shape(of_round)):
             misfit = self._unlike(expected, shape)
         if misfit is not None:
             raise InvalidArgumentError(f"{self._what}: {misfit}")
-        if self.only is not None:
-            return 0
         return of_round or self._table.number(shape)
 
     def _unlike(self, expected: Shape, shape: Shape) -> str:

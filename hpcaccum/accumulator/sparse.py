@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, SupportsInt
 
 import numpy as np
 
-from hpcaccum.accumulator.handle import Accumulator, Taken
+from hpcaccum.accumulator.conditional import Accumulator, Taken
 from hpcaccum.accumulator.settings import check_sparse_settings
 from hpcaccum.accumulator.storage import RowBuffers, RowGradient
 from hpcaccum.arguments import positive_weight, step_number
@@ -194,7 +194,9 @@ class SparseConditionalAccumulator(Accumulator):
             DeviceUnavailableError: If ``on_device`` is set and there is none; nothing
                 is taken.
         """
-        return self.take(num_required, timeout=timeout, on_device=on_device).value
+        taken: Taken[SparseGradient]
+        taken = self._take(num_required, None, timeout, on_device)
+        return taken.value
 
     def take(
         self,
@@ -208,10 +210,6 @@ class SparseConditionalAccumulator(Accumulator):
 
         ``at_least``, result and errors are those of `ConditionalAccumulator.take`.
         """
-        self._check_open()
-        if on_device:
-            # Before anything is taken.
-            cupy()
         return self._take(num_required, at_least, timeout, on_device)
 
     def take_indexed_slices_grad(
@@ -227,6 +225,10 @@ class SparseConditionalAccumulator(Accumulator):
             num_required, timeout=timeout, on_device=on_device
         )
         return IndexedSlices(values, indices, shape)
+
+    def _check_target(self, target: bool) -> None:
+        if target:
+            cupy()
 
     def _reduce(
         self, closed: Closed, target: bool, deadline: Deadline

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hpcaccum.accumulator.settings import Shape
-from hpcaccum.mpi import number_of
 
 # Gradients of one rank in one round: 20 bits. Then the number of a shape.
 _MAX_NUMBER, _MAX_SHAPE = (1 << 20) - 1, (1 << 10) - 1
@@ -48,10 +47,6 @@ class State(NamedTuple):
     def closed(self) -> State:
         """Return the state after the round is closed."""
         return State(self.step + 1, 0, 1 - self.parity, 0, 0)
-
-    def not_waiting(self, wanted: int) -> State:
-        """Return the state after the take that waits for ``wanted`` stops waiting."""
-        return self._replace(waiting=0, number=wanted - self.number)
 
 
 class Packing:
@@ -128,12 +123,12 @@ class Record(NamedTuple):
         return Record(self.buffer, self.number + 1, 0, self.shape, 0, total)
 
     @classmethod
-    def of(cls, word: int, weight: int) -> Record:
-        """Return the record of a word, and of that of its weight."""
+    def of(cls, word: int, weight: float) -> Record:
+        """Return the record of a word, and of its weight."""
         counts, adding, buffer = word >> 2, word >> 1 & 1, word & 1
         shape, copied = counts >> 20 & _MAX_SHAPE, counts >> 30
         number = counts & _MAX_NUMBER
-        return cls(buffer, number, adding, shape, copied, number_of(weight))
+        return cls(buffer, number, adding, shape, copied, weight)
 
 
 @dataclass(frozen=True)
@@ -163,26 +158,19 @@ class Closed:
     total: bytes | None = None
 
 
+@dataclass
 class WordLayout:
     """Assigns consecutive words to the parts of an object, in the order of the calls.
 
     The words of one `take` are adjacent, and those of two calls follow each other, so
-    that one read can cover them. Words of ``after``, which every instance has, come
-    first. ``count`` words have been assigned so far.
+    that one read can cover them. ``count`` words have been assigned so far.
     """
 
-    def __init__(self, after: WordLayout | None = None) -> None:
-        self.count: int = after.count if after else 0
+    count: int = 0
 
     def take(self, count: int = 1, *, own_lines: bool = False) -> int:
         """Assign ``count`` words; return the index of the first."""
-        if own_lines:
-            self._align()
-        index = self.count
-        self.count += count
-        if own_lines:
-            self._align()
+        line = _WORDS_PER_LINE if own_lines else 1
+        index = -(-self.count // line) * line
+        self.count = -(-(index + count) // line) * line
         return index
-
-    def _align(self) -> None:
-        self.count += -self.count % _WORDS_PER_LINE

@@ -33,7 +33,7 @@ from hpcaccum.spans import traced
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from hpcaccum.accumulator.settings import Settings
     from hpcaccum.accumulator.state import Closed, Record
@@ -59,7 +59,6 @@ class Buffers:
     Attributes:
         parts: The memory of all buffers.
         has_rows: Whether a gradient may need more room than a buffer has.
-        is_lost: Returns whether the buffers of a rank are on a node that is lost.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class Buffers:
         self._capacity = settings.capacity if size is None else size
         self._stride = _aligned(self._capacity * self._dtype.itemsize)
         self.parts = NodeParts(group, 2 * self._stride, what, longest=self._stride)
-        self.is_lost = self.parts.is_lost
         # This rank's buffers.
         self._own = [
             self.parts.view(Place(group.rank, begin), self._capacity, self._dtype)
@@ -112,11 +110,10 @@ class Buffers:
         """
         return self._own[index]
 
-    def prepare(self, grad: Any, weight: float) -> Any:
-        """Return the argument for `write`."""
+    def prepare(self, grad: Any) -> None:
+        """Prepare `write`, for a gradient that may be dropped."""
         if device.is_device(grad):
             self.pin()
-        return grad
 
     def check_room(self, index: int, grad: Any, joins: Callable[[], bool]) -> None:
         """Raise InvalidArgumentError if a buffer has no room for another gradient.
@@ -146,30 +143,30 @@ class Buffers:
     def write(
         self, parity: int, index: int, grad: Any, weight: float, before: Record | None
     ) -> None:
-        """Store what `prepare` returned in this rank's buffer, or add it to the sum.
+        """Store a gradient in this rank's buffer, or add it to what the buffer has.
 
         ``before`` is what the buffer has of the round; None if nothing.
         """
+        buffer = self._own[index][: grad.size]
         if before is None:
-            self._store(self._own[index], grad)
+            device.copyto(buffer.reshape(grad.shape), grad)
             return
+        more, factors = device.to_host(grad).reshape(-1), (before.factor, weight)
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):
-            self._add(self._own[index], grad, (before.factor, weight))
+            for place, rows in self._rows_of(more):
+                parts = [place.rows(buffer), rows]
+                place.write(buffer, merged([*map(weighted, parts, factors)]))
+            if self._rows:
+                begin = self._rows[0].begin
+                buffer, more = buffer[:begin], more[:begin]
+            # Converted before the addition, as a single gradient is.
+            add_in_order([buffer, more], buffer, factors=factors)
 
-    def _store(self, buffer: Array, grad: Any) -> None:
-        device.copyto(buffer[: grad.size].reshape(grad.shape), grad)
-
-    def _add(self, buffer: Array, grad: Any, factors: tuple[float, float]) -> None:
-        sums, more = buffer[: grad.size], device.to_host(grad).reshape(-1)
-        for place, rows in self._rows_of(more):
-            parts = [place.rows(sums), rows]
-            place.write(sums, merged([*map(weighted, parts, factors)]))
-        if self._rows:
-            begin = self._rows[0].begin
-            sums, more = sums[:begin], more[:begin]
-        # Converted before the addition, as a single gradient is.
-        add_in_order([sums, more], sums, factors=factors)
+    def lost(self, ranks: Iterable[int]) -> set[int]:
+        """Return the ranks whose buffers are on a node that is lost."""
+        parts = self.parts
+        return set() if parts.mapped else {*filter(parts.is_lost, ranks)}
 
     def total(self, closed: Closed, out: Array, deadline: Deadline) -> None:
         """Set a vector to the sum or mean of a round's gradients, by their weights.
@@ -271,23 +268,25 @@ class RowBuffers(Buffers):
     def _label(self, place: RowPlace) -> str:
         return self._what
 
-    def prepare(self, grad: RowGradient, weight: float) -> RowGradient:
-        """Return the argument for `write`."""
+    def prepare(self, grad: RowGradient) -> None:
+        """Prepare `write`; see `Buffers.prepare`."""
         if grad.slices.on_device:
             self.pin()
-        return grad
 
-    def _store(self, buffer: Array, grad: RowGradient) -> None:
-        place = self._of_width(grad.rows.values.shape[1])
-        place.write(buffer, grad.rows, device.copyto)
-
-    def _add(
-        self, buffer: Array, grad: RowGradient, factors: tuple[float, float]
+    @traced("copy")
+    def write(
+        self, parity: int, index: int, grad: Any, weight: float, before: Record | None
     ) -> None:
-        rows = grad.rows._replace(values=device.to_host(grad.rows.values))
+        """Store rows in this rank's buffer, or add them; see `Buffers.write`."""
+        buffer, rows = self._own[index], grad.rows
         place = self._of_width(rows.values.shape[1])
-        parts = [place.rows(buffer), rows]
-        place.write(buffer, merged([*map(weighted, parts, factors)]))
+        if before is None:
+            place.write(buffer, rows, device.copyto)
+            return
+        rows = rows._replace(values=device.to_host(rows.values))
+        parts, factors = [place.rows(buffer), rows], (before.factor, weight)
+        with np.errstate(all="ignore"):
+            place.write(buffer, merged([*map(weighted, parts, factors)]))
 
     def total_rows(self, closed: Closed, width: int, deadline: Deadline) -> Rows:
         """Return the sum of a round's gradients; that of one may lie in its buffer."""
@@ -326,24 +325,19 @@ class Sums:
             self._staging[index] = np.zeros(self._capacity, self._dtype)
         return self._staging[index]
 
-    def prepare(self, grad: Any, weight: float) -> Any:
-        """Return the argument for `write`: what MPI adds, if it is in CPU memory."""
-        # A stale gradient is not copied from a device.
-        return grad if device.is_device(grad) else self._weighted(grad, weight)
-
-    def _weighted(self, grad: Array, weight: float) -> Array:
-        with np.errstate(all="ignore"):
-            vector = np.ascontiguousarray(grad, self._dtype).reshape(-1)
-            return vector if weight == 1 else vector * self._dtype.type(weight)
+    def prepare(self, grad: Any) -> None:
+        """Do nothing."""
 
     @traced("copy")
     def write(
         self, parity: int, index: int, grad: Any, weight: float, before: Record | None
     ) -> None:
         """Add a gradient to the sum of a parity; see `Buffers.write`."""
-        if device.is_device(grad):
-            grad = self._weighted(device.to_host(grad), weight)
-        self._region.accumulate(parity * self._stride, grad)
+        with np.errstate(all="ignore"):
+            vector = np.ascontiguousarray(device.to_host(grad), self._dtype).reshape(-1)
+            if weight != 1:
+                vector = vector * self._dtype.type(weight)
+        self._region.accumulate(parity * self._stride, vector)
 
     def total(self, closed: Closed, out: Array, deadline: Deadline) -> None:
         """Set a vector to the sum or mean of a round's gradients, by their weights."""
@@ -376,9 +370,9 @@ class Sums:
     def check_room(self, index: int, grad: Any, joins: Callable[[], bool]) -> None:
         """Do nothing: gradients have no rows."""
 
-    def is_lost(self, rank: int) -> bool:
-        """Return False: all gradients are on the root."""
-        return False
+    def lost(self, ranks: Iterable[int]) -> set[int]:
+        """Return no rank: all gradients are on the root."""
+        return set()
 
     def clear(self, parity: int, size: int | None) -> None:
         """Set the first elements of the sum of a parity to zero; None: all."""

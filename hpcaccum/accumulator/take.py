@@ -89,7 +89,8 @@ class Take:
             self.closed = self._arrived(self._closing)
             if self.closed is None or self.closed.count or self._empty:
                 return self.closed
-            self._discard(self.closed)
+            # All of it was lost.
+            self._end(self.closed)
             self._closing = self.closed = None
         return None
 
@@ -136,7 +137,6 @@ class Take:
         # Another take may have completed this one.
         self._protocol.membership.check_counts(self._rank)
         self._end(self.closed)
-        self._clear(self.closed)
 
     def leave(self, *, withdraws: bool = True) -> None:
         """Pass the turn on, or leave the line; first withdraw a request."""
@@ -148,22 +148,36 @@ class Take:
 
     def _close(self) -> State | None:
         """Return a round that is closed, as it was; None: not yet."""
-        if self._request is None and (closing := self._resume()) is not None:
+        protocol, words = self._protocol, self._protocol.words
+        is_new = self._request is None
+        if is_new and words.memory[CLOSED] and (closing := self._resume()) is not None:
             return closing
-        while True:
-            if self._request is None and (closing := self._begin()) is not None:
-                return closing
-            if self._is_open():
-                return None
+        while self._request is None or not self._is_open():
             # A rank may have left; then the quorum is another one.
-            if self._withdraw():
+            if self._request is not None and self._withdraw():
                 return self._closing
+            found = words.read_range(STATE, MEMBERS + 1)
+            state = protocol.packing.unpack(found[STATE])
+            self._changes = found[MEMBERS]
+            wanted = protocol.membership.quorum(self._required, self._changes)
+            closing = state._replace(number=max(wanted, state.number))
+            # Before the swap, so that another take can complete this one.
+            protocol.put_closing(closing)
+            if state.number >= wanted:
+                if protocol.swap(state, state.closed()):
+                    return closing
+                continue
+            # Writers close it.
+            protocol.announce(wanted)
+            missing = wanted - state.number
+            if protocol.swap(state, state._replace(waiting=1, number=missing)):
+                self._request, self._seen = closing, []
+        return None
 
     def _resume(self) -> State | None:
         """Return the round that an earlier take has closed and not reduced, if any."""
-        if (closing := self._protocol.closing()) is None:
-            return None
-        state = self._protocol.state()
+        closing, state = self._protocol.closing(), self._protocol.state()
+        assert closing is not None
         is_open = state.parity == closing.parity
         # Unless it is closed before its request is withdrawn.
         if is_open and not (state.waiting and self._stop_waiting(closing)):
@@ -172,26 +186,6 @@ class Take:
             self._clear(self._found(closing))
             return None
         return closing
-
-    def _begin(self) -> State | None:
-        """Close a round; if it has too few gradients, have writers close it."""
-        protocol, members = self._protocol, self._protocol.membership
-        while True:
-            self._changes = members.changes()
-            wanted = members.quorum(self._required, self._changes)
-            state = protocol.state()
-            closing = state._replace(number=max(wanted, state.number), waiting=0)
-            # Before the swap, so that another take can complete this one.
-            protocol.put_closing(closing)
-            if state.number >= wanted:
-                if protocol.swap(state, state.closed()):
-                    return closing
-                continue
-            protocol.announce(wanted)
-            missing = wanted - state.number
-            if protocol.swap(state, state._replace(waiting=1, number=missing)):
-                self._request, self._seen = closing, []
-                return None
 
     def _is_open(self) -> bool:
         """Whether writers may still close the round, and no rank has left since."""
@@ -227,7 +221,8 @@ class Take:
             state = self._protocol.state()
             if state.parity != request.parity:
                 return True
-            if self._protocol.swap(state, state.not_waiting(request.number)):
+            number = request.number - state.number
+            if self._protocol.swap(state, state._replace(waiting=0, number=number)):
                 return False
 
     # Completing
@@ -246,13 +241,14 @@ class Take:
         """Return what of a round has arrived, without what lies on lost nodes."""
         step, _, parity, _, number = closing
         records = self._protocol.read_records(parity)
+        lost = self._storage.lost(records)
         full: dict[int, Record] = {}
         count, weight, shape = 0, 0.0, 0
         for rank, record in records.items():
             if record.adding and not self._protocol.apart:
                 # Part of a gradient is in the sum of all.
                 return Closed(step, parity, number)
-            if record.number and not record.adding and not self._storage.is_lost(rank):
+            if record.number and not record.adding and rank not in lost:
                 full[rank], shape = record, max(shape, record.shape)
                 count, weight = count + record.number, weight + record.weight
         divisor = weight if full and self._protocol.mean else 1.0
@@ -260,11 +256,17 @@ class Take:
         return Closed(step, parity, number, count, weight, divisor, of_round, full)
 
     def _end(self, closed: Closed) -> None:
-        """Record that no other take reduces a round."""
-        step, parity, number = closed.step, closed.parity, closed.number
-        self._protocol.put_closing(State(step, 0, parity, 1, number))
+        """Have no other take reduce a round, and make room for the next one."""
+        protocol, step, number = self._protocol, closed.step, closed.number
+        protocol.put_closing(State(step, 0, closed.parity, 1, number))
         if closed.count < number:
-            self._protocol.add_lost(number - closed.count)
+            protocol.add_lost(number - closed.count)
+        if not (closed.count or self._empty):
+            # Another round gets its step, unless the step was set since.
+            while (state := protocol.state()).step == step + 1:
+                if protocol.swap(state, state._replace(step=step)):
+                    break
+        self._clear(closed)
 
     def _clear(self, closed: Closed) -> None:
         """Make room for the next round of this parity."""
@@ -272,13 +274,4 @@ class Take:
         self._storage.clear(closed.parity, size)
         # Before the turn is passed on: the next take may open this parity again.
         self._protocol.clear_records(closed.parity)
-        self._protocol.words.write(CLOSED, 0)
-
-    def _discard(self, closed: Closed) -> None:
-        """End a round of which all was lost: another one gets its step."""
-        self._end(closed)
-        # Unless the step was set since.
-        while (state := self._protocol.state()).step == closed.step + 1:
-            if self._protocol.swap(state, state._replace(step=closed.step)):
-                break
-        self._clear(closed)
+        self._protocol.words.memory[CLOSED] = 0

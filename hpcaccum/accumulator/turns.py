@@ -33,10 +33,8 @@ class OneThread:
     def hold(self, call: str, deadline: Deadline | None = None) -> Self:
         """Wait for other threads, then let none make a call during the `with` block.
 
-        Raises:
-            WaitTimeoutError: If another thread does not end its call in time.
-            InvalidArgumentError: In a signal handler that has interrupted a call, for
-                which it would wait without end.
+        It is an InvalidArgumentError in a signal handler that has interrupted a call,
+        for which it would wait without end.
         """
         if not self._lock.acquire(blocking=False):
             deadline = deadline or Deadline(None, f"{self._what}: {call}")

@@ -18,7 +18,7 @@ from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
     from hpcaccum.accumulator.host_calls import HostCalls
-    from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted
+    from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted, Fresh
     from hpcaccum.accumulator.receipts import Receipt
     from hpcaccum.accumulator.state import Record
     from hpcaccum.accumulator.storage import Storage
@@ -30,10 +30,9 @@ _OTHER_THREAD = "another thread of this rank to apply the slot that it holds"
 
 
 class Gradient(NamedTuple):
-    """A gradient as the user gave it, and as the storage writes it: its source."""
+    """A gradient of this rank."""
 
     array: Any
-    source: Any
     local_step: int
     weight: float
 
@@ -50,7 +49,7 @@ class Unanswered(NamedTuple):
 class Writer:
     """Has gradients of this rank admitted, and writes them to their round.
 
-    By the agent of the host's node, if ``calls`` are those of another node.
+    The agent of the host's node admits them if ``calls`` are not `near`.
     """
 
     def __init__(
@@ -62,9 +61,7 @@ class Writer:
         what: str,
     ) -> None:
         self._protocol, self._storage, self._rank = protocol, storage, rank
-        # Of a rank on another node.
-        self._calls = None if calls is None or calls.near else calls
-        self._agent = calls
+        self._calls = calls
         self._buffers = RankBuffers(protocol, storage)
         self._turn, self._call = OneThread(what), f"{what}: apply_grad"
         self._unanswered: Unanswered | None = None
@@ -75,8 +72,8 @@ class Writer:
         Its errors are those of `ConditionalAccumulator.apply_grad`.
         """
         # What may fail comes before the admission.
-        source = self._storage.prepare(array, weight)
-        grad = Gradient(array, source, local_step, weight)
+        self._storage.prepare(array)
+        grad = Gradient(array, local_step, weight)
         receipt = self._submit(grad)
         if receipt is None:
             deadline = Deadline(None, self._call)
@@ -88,10 +85,10 @@ class Writer:
         with self._turn.hold("apply_grad"):
             self._protocol.membership.check_present("apply")
             if self._unanswered:
-                self._settle(Deadline(None, self._call))
-            slot = self._buffers.slot_of(grad.array)
+                self._settle()
+            slot, fresh, in_place = self._buffers.choose(grad.array)
             try:
-                admitted = self._admit(grad, slot)
+                admitted = self._admit(grad, slot, fresh, in_place)
                 if admitted.record:
                     self._write(grad, admitted, slot)
                 return admitted.receipt
@@ -111,27 +108,29 @@ class Writer:
         "admission",
         lambda _, found: {} if found.receipt is None else found.receipt.shown(),
     )
-    def _admit(self, grad: Gradient, slot: int | None) -> Admitted:
-        """Have a gradient admitted, or dropped."""
-        if self._agent is not None:
-            # Gradients of other ranks often come soon: the agent stops its nap.
-            self._agent.wake()
-        array, _, step, weight = grad
-        buffers, storage = self._buffers, self._storage
+    def _admit(
+        self, grad: Gradient, slot: int | None, fresh: Fresh, in_place: bool
+    ) -> Admitted:
+        """Have a gradient admitted, or dropped; see `RankBuffers.choose`."""
+        array, step, weight = grad
+        calls, storage, shapes = self._calls, self._storage, self._protocol.shapes
         if storage.has_rows:
-            buffers.check_room(array, step)
-        in_place = slot is not None and buffers.is_in(array, slot)
-        fresh = (slot, slot) if in_place else buffers.fresh(slot)
-        misfit, sent = self._protocol.shapes.misfit(array), None
-        request = Request(step, weight, array.shape, misfit, fresh, in_place)
-        if self._calls is None:
+            self._buffers.check_room(array, step)
+        usual = array.shape == shapes.only
+        shape, misfit = (None, None) if usual else (array.shape, shapes.misfit(array))
+        request = Request(step, weight, shape, misfit, fresh, in_place)
+        if calls is None:
             return self._protocol.admit(self._rank, request)
-        if not misfit and (sent := storage.short(grad.source)) is not None:
+        if calls.near:
+            # Gradients of other ranks often come soon: the agent stops its nap.
+            calls.wake()
+            return self._protocol.admit(self._rank, request)
+        sent = None if misfit else storage.short(array)
+        if sent is not None:
             # The copy of the agent counts.
             request = request._replace(in_place=True, contents=sent)
-        call = self._calls.admit(request)
-        admitted: Admitted = self._answer(Unanswered(call, slot, sent))
-        self._put(admitted, sent)
+        unanswered = Unanswered(calls.admit(request), slot, sent)
+        admitted: Admitted = self._answer(unanswered)
         return admitted
 
     def _write(self, grad: Gradient, admitted: Admitted, slot: int | None) -> None:
@@ -141,34 +140,33 @@ class Writer:
         if not admitted.complete:
             weight = admitted.receipt.factor * grad.weight
             index, before = admitted.record.buffer, admitted.before
-            self._storage.write(admitted.parity, index, grad.source, weight, before)
+            self._storage.write(admitted.parity, index, grad.array, weight, before)
         self._buffers.note_admitted(admitted, slot)
-        if self._calls is None:
+        if self._calls is None or self._calls.near:
             self._protocol.arrive(self._rank, admitted)
         elif not admitted.complete:
             # The agent has published one that is complete.
             self._answer(Unanswered(self._calls.arrive(admitted), None))
 
-    def _put(self, admitted: Admitted, sent: bytes | None) -> None:
-        """Store a gradient of which the agent has a copy; others may be added."""
-        if sent is not None and admitted.complete:
-            assert admitted.record is not None
-            self._storage.keep(self._rank, admitted.record.buffer, sent)
-
     def _answer(self, unanswered: Unanswered, deadline: Deadline | None = None) -> Any:
         """Wait for an answer of the agent of the host's node."""
-        self._unanswered, call = unanswered, unanswered.call
+        self._unanswered, (call, _, sent) = unanswered, unanswered
         try:
-            return call.result(deadline or Deadline(None, self._call))
+            answer = call.result(deadline or Deadline(None, self._call))
         finally:
             if call.answer is not None:
                 self._unanswered = None
+        if sent is not None and answer.complete:
+            # The agent has a copy, but other gradients may be added to this one.
+            self._storage.keep(self._rank, answer.record.buffer, sent)
+        return answer
 
-    def _settle(self, deadline: Deadline) -> None:
-        """Wait for the answer to a gradient whose call has ended before."""
+    def _settle(self, deadline: Deadline | None = None) -> None:
+        """Wait for the answer to a gradient whose call has ended before, if any."""
+        if self._unanswered is None:
+            return
         assert self._calls is not None
-        assert self._unanswered is not None
-        _, slot, sent = self._unanswered
+        slot = self._unanswered.slot
         try:
             admitted = self._answer(self._unanswered, deadline)
         except InvalidArgumentError:
@@ -177,7 +175,6 @@ class Writer:
         if admitted is True or not admitted.receipt:
             return
         if admitted.complete:
-            self._put(admitted, sent)
             self._buffers.note_admitted(admitted, slot)
         else:
             # The caller may have changed the gradient since: it is left out.
@@ -189,8 +186,7 @@ class Writer:
         def lend() -> Array | None:
             with self._turn.hold("slot", deadline):
                 # The gradient before may be in a slot.
-                if self._unanswered:
-                    self._settle(deadline)
+                self._settle(deadline)
                 # It may ask for words of another node.
                 with deadline.extended().limits():
                     return self._buffers.lend(shape)
@@ -201,8 +197,7 @@ class Writer:
         """Wait for the answer to a gradient whose `submit` has raised."""
         if self._unanswered:
             with self._turn.hold("apply_grad", deadline):
-                if self._unanswered:
-                    self._settle(deadline or Deadline(None, self._call))
+                self._settle(deadline)
 
     def note_finished(self, step: int) -> None:
         """Note that the takes of all rounds of steps below ``step`` have returned."""
@@ -246,33 +241,38 @@ class RankBuffers:
         self._lent: dict[int, Lent] = {}
         self._slots: dict[int, Array] = {}
 
-    def is_in(self, array: Any, slot: int) -> bool:
-        """Whether a gradient that is in a slot is all of it."""
-        return same_elements(array, self._lent[slot].array)
+    def choose(self, array: Any) -> tuple[int | None, Fresh, bool]:
+        """Return which buffers a gradient may use, and none that another round holds.
 
-    def fresh(self, slot: int | None) -> tuple[int | None, int | None]:
-        """Return a buffer for the round of each parity; None if there is none.
-
-        It is not the one that the round of the other parity holds. ``slot`` is the one
-        that contains the gradient, if one does.
+        That is the slot that contains it, if one does, and what `Request` has as
+        ``fresh`` and ``in_place``.
         """
-        # The usual case, with the result that `_first` would have.
+        slot = self._slot_of(array) if self._slots else None
         if not self._lent:
+            # The usual case, with the result that the last line would have.
             one, two = self._records
-            return 1 - two.buffer if two else 0, 1 - one.buffer if one else 0
-        others = self._of_others(slot)
-        return self._first(0, others), self._first(1, others)
+            first = 1 - two.buffer if two else 0, 1 - one.buffer if one else 0
+            return slot, first, False
+        if slot is not None and same_elements(array, self._lent[slot].array):
+            return slot, (slot, slot), True
+        mine = {0, 1} - self._of_others(slot)
+        return slot, (self._first(mine, 1), self._first(mine, 0)), False
 
-    def _first(self, parity: int, others: set[int]) -> int | None:
-        """Return the first buffer for a round, without slots of other threads."""
-        held, free = self._records[1 - parity], {0, 1} - others
-        if held and free == {held.buffer}:
-            # It may have been reduced.
-            held = self._current(1 - parity)
-        if held:
-            free.discard(held.buffer)
+    def _first(self, buffers: set[int], other: int) -> int | None:
+        """Return the first buffer that the round of the other parity does not hold."""
+        free = self._free(buffers, other)
         # Prefer a buffer that the calling thread does not have as a slot.
         return min(free, key=lambda each: (each in self._lent, each), default=None)
+
+    def _free(self, buffers: set[int], *parities: int) -> set[int]:
+        """Return those of some buffers that no round of these parities holds."""
+        held = filter(None, [self._records[parity] for parity in parities])
+        free = buffers - {record.buffer for record in held}
+        if buffers and not free:
+            # Rounds may have been reduced; to find out may take words of another node.
+            held = filter(None, map(self._current, parities))
+            free = buffers - {record.buffer for record in held}
+        return free
 
     def note_admitted(self, admitted: Admitted, slot: int | None) -> None:
         """Note a gradient in the open round; take back slots of the calling thread."""
@@ -290,9 +290,9 @@ class RankBuffers:
             self._lent[index].array.flags.writeable = False
             del self._lent[index]
 
-    def slot_of(self, array: Any) -> int | None:
+    def _slot_of(self, array: Any) -> int | None:
         """Return the slot that contains an array; None if it is elsewhere."""
-        if not self._slots or array.base is None or is_device(array):
+        if array.base is None or is_device(array):
             return None
         for index, lent in self._lent.items():
             if array is lent.array:
@@ -349,12 +349,7 @@ class RankBuffers:
 
     def lend(self, shape: tuple[int, ...]) -> Array | None:
         """Return a buffer that no round holds, as a slot; None if there is none."""
-        mine = {0, 1} - self._of_others()
-        # First what needs no question to another node.
-        free = mine - {record.buffer for record in self._records if record}
-        if not free:
-            held = filter(None, map(self._current, range(2)))
-            free = mine - {record.buffer for record in held}
+        free = self._free({0, 1} - self._of_others(), 0, 1)
         if not free:
             return None
         # A second call without an apply returns the same slot.

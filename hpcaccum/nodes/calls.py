@@ -74,7 +74,7 @@ class Calls(Service):
         function: Called with the calling rank and what it has passed, by the thread of
             the agent, and maybe before this returns; it must be fast, or return steps
             (a generator) that yield whether they have done something. Results are
-            pickled, and never None. Errors of hpcaccum are raised by `Call.result`.
+            pickled; None becomes True. Errors of hpcaccum are raised by `Call.result`.
 
     Attributes:
         near: Whether this rank is on the node of that agent.
@@ -156,6 +156,8 @@ class Calls(Service):
             answer = self._function(source, *question)
             if isinstance(answer, GeneratorType):
                 answer = yield from answer
+            # None is that there is no answer yet.
+            answer = True if answer is None else answer
         except _ERRORS as error:
             answer = error
         if call:

@@ -160,12 +160,8 @@ class NodeParts(Service):
         the ranks in ``copied``. If nothing is sent, and the agent is a thread of this
         rank, this call adds the vectors itself.
 
-        Returns:
-            An array, valid until the next sum of a rank of this node.
-
-        Raises:
-            WaitTimeoutError: If the other nodes take too long.
-            LostNodeError: If one of them is lost.
+        The result is valid until the next sum of a rank of this node. If another node
+        is lost, it is a LostNodeError.
         """
         if self.agent.is_leader and (here := self._all_here(places, copied)):
             return self._sum_here(here, count, dtype, divisor)

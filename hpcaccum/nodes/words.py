@@ -62,8 +62,7 @@ class _ServedWords(AtomicWords):
             self._end_watch = progress.watch(lambda: self.memory[:_WATCHED])
 
     def _serve(self, _: int, name: str, *arguments: Any) -> Any:
-        result = getattr(self, name)(*arguments)
-        return True if result is None else result
+        return getattr(self, name)(*arguments)
 
     def free(self) -> None:
         self._calls.free()

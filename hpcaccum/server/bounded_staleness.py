@@ -110,7 +110,7 @@ class BoundedStalenessInbox:
         # On the root, by step: gradients that are not applied. Once the rank of one has
         # the parameters, another one may get its place.
         self._found: dict[int, Found] = {}
-        layout = WordLayout(after=_FIXED)
+        layout = WordLayout(_FIXED.count)
         layout.take(group.size)
         # The first of these words follows the places, so that one read returns both.
         self._members = layout.take(Membership.words(group.size))

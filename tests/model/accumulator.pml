@@ -765,13 +765,13 @@ fresh:
     fi;
 
 look:
-    if
-    :: d_step { true -> want() }
-    fi;
 #if defined(FINE) || defined(OBSERVER)
     if
     :: s = STATE
     OR_DIE
+    fi;
+    if
+    :: d_step { true -> want() }
     fi;
     if
     :: d_step { COUNT(s) >= wanted -> intend(COUNT(s)) };
@@ -788,6 +788,9 @@ look:
     OR_DIE
     fi;
 #else
+    if
+    :: d_step { true -> want() }
+    fi;
     if
     :: d_step { COUNT(STATE) >= wanted -> s = STATE; intend(COUNT(s)); close() }
        goto await

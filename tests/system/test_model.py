@@ -96,7 +96,7 @@ ACCUMULATOR = Model(
         "BLIND_GIVE_UP": ("WRITERS=2 FINE TIMEOUTS", "(STATE>>6)==step_now"),
         "NOT_ON_RECORD": ("WRITERS=2 TIMEOUTS", "CLOSED=="),
         "ANY_BUFFER": ("WRITERS=2 GRADS=2", "read_now[1]"),
-        "STALE_ADMITTED": ("WRITERS=2 GRADS=2 FINE STALE", "local_step>=step_now"),
+        "STALE_ADMITTED": ("WRITERS=2 GRADS=2 FINE STALE", "(local_step+0)>=step_now"),
         "OLD_KNOWLEDGE": ("WRITERS=2 GRADS=2 TAKES=2", "(STATE&15)>0"),
         "WANT_ONCE": ("WRITERS=2 TAKES=2 OBSERVER TIMEOUTS", "==truth"),
         "LATE_INTENT": ("WRITERS=2 LEAVE CRASH", "sum[0]==admitted[p]"),

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from hpcaccum.accumulator import Receipt
 from hpcaccum.accumulator.state import Packing, Record, State, WordLayout
-from hpcaccum.mpi import bits
 
 states = st.builds(
     State,
@@ -56,7 +55,7 @@ def test_limits_fill_the_word(shaped):
 def test_record_is_two_words_the_first_never_nothing(record):
     word = record.word()
 
-    assert Record.of(word, bits(record.weight)) == record
+    assert Record.of(word, record.weight) == record
     assert word < 2**63
     if record.number or record.adding:
         assert word != 0
@@ -65,7 +64,7 @@ def test_record_is_two_words_the_first_never_nothing(record):
 def test_words_are_assigned_one_after_the_other():
     fixed = WordLayout()
     assert [fixed.take(), fixed.take(own_lines=True), fixed.take(3)] == [0, 8, 16]
-    layout = WordLayout(after=fixed)
+    layout = WordLayout(fixed.count)
     assert [layout.take(2), layout.take(9, own_lines=True), layout.take()] == [
         19,
         24,
