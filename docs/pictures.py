@@ -32,15 +32,15 @@ cli | 300 20 360 44 | cli, __main__ | the command hpcaccum
 launch | 300 90 360 44 | launch/ | doctor, run, sbatch
 bench | 120 160 300 44 | bench/ | hpcaccum bench
 train | 540 160 300 44 | train/ | hpcaccum train
-plan | 285 235 225 62 | plan/ | hpcaccum plan | uses accumulator/
+plan | 285 235 225 62 | plan/ | hpcaccum plan | uses accumulator/, server/
 hpcaccum | 540 235 400 44 | hpcaccum/__init__.py | the public names
 jax | 20 310 150 62 | jax/ | averages inside jit, | optax on a server
 torch | 180 310 180 62 | torch/ | torch.optim as | an update rule
 tracing | 420 310 200 62 | tracing.py | the file of all spans; | uses mpi/
-checkpoint | 720 310 220 62 | checkpoint.py, stopping.py | use device/, mpi/ and | \
+checkpoint | 720 310 220 62 | checkpoint.py, stopping.py | use device/, nodes/, mpi/ and | \
 modules of one file
 optimizers | 20 405 640 62 | optimizers/ | update rules and snapshots | \
-cross-shard, sync-replicas, drop-stale, AGN
+cross-shard, sync-replicas, drop-stale, AGN, local steps
 server | 20 500 300 62 | server/ | admission of single gradients, | updates, parameters
 reducer | 420 500 200 62 | reducer/ | allreduce of named | arrays; schedules
 accumulator | 20 595 300 62 | accumulator/ | rounds: admission, slots, | takes; on a \
@@ -65,22 +65,22 @@ GRADIENT = """
 rank1 | 45 60 190 92 | a rank | optimizers/one_sided.py | server/client.py: push
 buffer1 | 400 60 240 92 | its gradient buffer | shared memory of the node | \
 accumulator/storage.py
-words1 | 400 195 240 92 | words of the host rank | step, round, records | \
+words1 | 400 195 240 92 | words of the node | step, round, records | \
 accumulator/protocol.py
 server1 | 740 60 215 92 | the server, a thread | server/loop.py | \
 optimizers/rules.py
 copies1 | 45 195 240 92 | two copies of parameters | shared memory of the node | \
 server/double_buffer.py
 (far | 20 345 455 440 | Another node
-(host | 525 345 455 440 | The node of the host rank
+(host | 525 345 455 440 | The host's node
 rank2 | 45 385 190 92 | a rank | optimizers/one_sided.py | server/client.py: push
 buffer2 | 255 515 200 92 | its gradient buffer | shared memory of the node | \
-accumulator/writer.py
+accumulator/storage.py
 agent2 | 260 655 190 92 | the agent of the node | nodes/agent.py | nodes/parts.py: \
 sending
 copies2 | 45 655 170 92 | two copies | shared memory | double_buffer.py
 agent3 | 550 385 195 92 | the agent | accumulator/ | host_calls.py
-words3 | 550 515 195 92 | words of the host rank | step, round, records | \
+words3 | 550 515 195 92 | words of the node | step, round, records | \
 accumulator/protocol.py
 parts3 | 550 655 195 92 | the agent | nodes/parts.py: | collecting
 server3 | 790 655 170 92 | the server | server/loop.py | server/publisher.py
@@ -98,7 +98,8 @@ agent3 words3     | bottom 50 top 50    | 2
 buffer2 agent2    | bottom 50 top 50    | 3
 agent2 parts3     | right 50 left 50    | 3 sum
 parts3 server3    | right 50 left 50    | 3
-server3 agent2    | bottom 50 bottom 50 | 4 update, publish, send
+server3 parts3    | left 80 right 80    | 4 update, publish
+parts3 agent2     | left 80 right 80    | 4 send
 agent2 copies2    | left 50 right 50    | 4
 copies2 rank2     | top 55.9 bottom 50    | 5 pull
 """
@@ -106,7 +107,8 @@ LABELS = {  # Where the middle between two ends is no good place for the label.
     ("rank1", "words1"): (345, 155),
     ("rank2", "buffer2"): (305, 445),
     ("server1", "copies1"): (600, 318),
-    ("server3", "agent2"): (640, 778),
+    ("server3", "parts3"): (770, 766),
+    ("parts3", "agent2"): (500, 746),
 }
 
 

@@ -75,12 +75,14 @@ def _add_chunks(
             np.copyto(place, chunk, casting="same_kind")
 
 
-def copy_pieces(pairs: Sequence[tuple[Array, Array]], threads: int = 1) -> None:
-    """Copy vectors, pairs of a target and its source, with conversion."""
+def copy_pieces(
+    pairs: Sequence[tuple[Array, Array]], threads: int = 1, factor: float = 1.0
+) -> None:
+    """Copy vectors, pairs of a target and its source, with conversion; see `fill`."""
     total = sum([target.size for target, _ in pairs])
     if threads == 1 or total < _SHARED:
-        for pair in pairs:
-            _copy(pair)
+        for target, source in pairs:
+            fill(target, source, factor)
         return
     share = max(_SHARE, -(-total // threads))
     pieces = [
@@ -92,14 +94,19 @@ def copy_pieces(pairs: Sequence[tuple[Array, Array]], threads: int = 1) -> None:
     def copy(piece: tuple[Array, Array]) -> None:
         # NumPy's error state is per thread.
         with np.errstate(all="ignore"):
-            _copy(piece)
+            fill(*piece, factor)
 
     run_pieces(copy, pieces, threads - 1)
 
 
-def _copy(pair: tuple[Array, Array]) -> None:
-    target, source = pair
-    np.copyto(target, source, casting="same_kind")
+def fill(target: Array, source: Array, factor: float) -> None:
+    """Set an array to another one, with conversion, times a factor."""
+    if factor == 1:
+        np.copyto(target, source, casting="same_kind")
+        return
+    # No warning: an overflow shows up as inf in the result.
+    with np.errstate(all="ignore"):
+        np.multiply(source, target.dtype.type(factor), target, dtype=target.dtype)
 
 
 def add_at_once(
@@ -123,11 +130,13 @@ def add_at_once(
             np.add(out, part, out, dtype=dtype)
     else:
         scratch = np.empty_like(out) if scratch is None else scratch[: out.size]
-        np.multiply(parts[0], dtype.type(factors[0]), out, dtype=dtype)
+        total = parts[0]
+        if factors[0] != 1 or len(parts) == 1:
+            total = np.multiply(total, dtype.type(factors[0]), out, dtype=dtype)
         for part, factor in zip(parts[1:], factors[1:], strict=True):
             if factor != 1:
                 part = np.multiply(part, dtype.type(factor), scratch, dtype=dtype)
-            np.add(out, part, out, dtype=dtype)
+            total = np.add(total, part, out, dtype=dtype)
     divide(out, divisor)
 
 

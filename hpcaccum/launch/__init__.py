@@ -1,4 +1,4 @@
-"""Batch scripts for SLURM, which start the other commands; and probes of an MPI.
+"""Commands for jobs: `sbatch`; `run`, which restarts one; `doctor`, which tests MPI.
 
 May import everything but the command line.
 """

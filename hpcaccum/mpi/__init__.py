@@ -4,7 +4,7 @@ job: How this process is part of a job. `runtime` and `launcher` start MPI; `shu
     frees what is open at the end of the program, or ends the job; `process` has what
     ranks know of each other's processes.
 talk: A `Group` is a private communicator with exchanges that name the ranks they wait
-    for (`control`, over a `Mailbox`). `requests` waits for those of MPI, and goes on
+    for (`control`, over a `Mailbox`). `requests` waits for requests of MPI, and goes on
     after a rank is lost. `progress` says how often a thread calls MPI for other nodes;
     `creation` makes communicators.
 memory: `AtomicWords` and `NodeMemory` are mapped by all ranks of a node. Ranks of all

@@ -3,13 +3,13 @@
 All have the interface of `base`.
 
 Update rules: SGD, Momentum, Adagrad and Adam (`rules`), on the base of `update_rule`.
-    They update pieces that fit into the cache, by a `device_update`, or all variables
-    of a center as one vector.
+    They update one piece that fits into the cache at a time; on a device by a
+    `device_update`; on a server, all variables as one vector.
 Wrappers: A `wrapper` holds another optimizer. `cross_shard` reduces gradients in groups
     of ranks (`shard_reducer`); `one_sided` is the base of `sync_replicas`, `drop_stale`
-    and of `local_steps`, which is that of `agn`. They send gradients to a parameter
-    server on the ranks that ``servers=`` names, which updates the center; `served` has
-    both as a rank sees them.
+    and of `local_steps`, which is that of `agn`. These four send gradients to a
+    parameter server on the ranks that ``servers=`` names, which updates the center;
+    `served` has a group of variables and its server, as one rank sees them.
 Gradients: `checks` checks what callers pass, `finite` finds NaN and infinity; `slices`
     are for gradients of some rows.
 State: `start` gives all ranks the same variables; `snapshot` has the state that rules

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import reprlib
 import weakref
 from typing import Any
 
@@ -127,7 +128,7 @@ class Variable:
 def check_name(name: Any) -> str:
     """Return a name; raise TypeError unless it is a string that is not empty."""
     if not isinstance(name, str) or not name:
-        raise TypeError(f"name must be a non-empty string, got {name!r}")
+        raise TypeError(f"name must be a non-empty string, got {reprlib.repr(name)}")
     return name
 
 

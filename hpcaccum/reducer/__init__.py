@@ -1,7 +1,8 @@
 """The Reducer: collective means and sums of named arrays, by one of several schedules.
 
 `Reducer` checks each call and pairs it with those of the other ranks; `selection` lists
-the schedules and picks one; `schedule` is their contract.
+the schedules and picks one; `schedule` is their contract. On one node these are
+`one_shot` and `two_shot`, between nodes `flat` and `hierarchical`, on devices `nccl`.
 
 Imports `mpi`, `device` and single modules; never `accumulator`.
 """

@@ -14,7 +14,7 @@ import numpy as np
 
 from hpcaccum.device import Transfer, copyto, is_device
 from hpcaccum.reducer.signature import FAILED
-from hpcaccum.reducer.staging import copy, copy_in
+from hpcaccum.reducer.staging import copy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -74,7 +74,7 @@ class DeviceCalls:
         Waits only for a device that cannot reach that memory directly.
         """
         if not self._made:
-            copy_in(inputs, self._schedule.arrays, self._schedule.sent)
+            self._schedule.copy_in(inputs)
             return (name,)
         event = None
         if _first_is_device(inputs):
@@ -82,7 +82,7 @@ class DeviceCalls:
             piece = self._layout.place(name)
             [event] = self._transfer.send(inputs, self._schedule.sent, [piece])
         else:
-            copy_in(inputs, self._schedule.arrays, self._schedule.sent)
+            self._schedule.copy_in(inputs)
         self._started.append((name, event, inputs))
         return self._complete()
 

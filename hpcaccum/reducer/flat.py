@@ -32,7 +32,7 @@ class Flat(MessageSchedule):
         for bucket in self.buckets[len(self._requests) : count]:
             result = self.received[bucket]
             source: Any = self.sent[bucket]
-            if source.dtype != result.dtype or self.weight != 1:
+            if source.dtype != result.dtype or self.factor != 1:
                 self._weigh(bucket)
                 source = MPI.IN_PLACE
             self._requests.append(self._comm.Iallreduce(source, result))

@@ -12,17 +12,15 @@ import numpy as np
 from hpcaccum.device import copy_quietly
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.mpi import MPI, duplicate, split
-from hpcaccum.reducer.schedule import MessageSchedule
+from hpcaccum.reducer.schedule import MessageSchedule, combined
 from hpcaccum.reducer.two_shot import NodeSum
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.dtypes import Array
-    from hpcaccum.reducer.schedule import Call, Case, Plan
+    from hpcaccum.reducer.schedule import Call, Case, Numbers, Plan
 
 # Bytes below which the library's allreduce is faster, measured with two nodes of two
 # ranks.
@@ -65,7 +63,8 @@ class Hierarchical(MessageSchedule):
         self._peers = Peers(peers, plan)
         wait = plan.wait.moving_data(self._progress)
         inside = plan._replace(group=self._inside, wait=wait)
-        self._sum = NodeSum(inside, summing, _scaled)
+        narrow = plan.wire_dtype is not None
+        self._sum = NodeSum(inside, summing, _scaled if narrow else _plain)
         super().__init__(plan, self._sum.sent, self._sum.received)
         self.result_bytes = self._sum.result_bytes
 
@@ -73,10 +72,10 @@ class Hierarchical(MessageSchedule):
         self._peers.progress()
         self._comm.Iprobe()
 
-    def prepare(self, weight: float, *, mean: bool) -> None:
+    def prepare(self, weight: float, *, mean: bool, scales: bool) -> None:
         """Do as `Schedule.prepare`."""
-        super().prepare(weight, mean=mean)
-        self._sum.prepare(weight)
+        super().prepare(weight, mean=mean, scales=scales)
+        self._sum.prepare(weight, self.factor)
 
     def offer(self, count: int) -> None:
         """Sum inside the node what all its ranks have contributed, and send it."""
@@ -114,11 +113,15 @@ class Hierarchical(MessageSchedule):
         self._inside.free()
 
 
-def _scaled(weights: Sequence[float]) -> tuple[Sequence[float], float]:
+def _plain(weights: Numbers, factors: Numbers) -> tuple[Numbers, float]:
+    return combined(weights, factors, mean=False)
+
+
+def _scaled(weights: Numbers, factors: Numbers) -> tuple[Numbers, float]:
     """Return factors and divisor of sums that are as large as without weights."""
     # That matters if they travel in a narrower dtype. A power of 2 changes no bit.
     mean = sum(weights) / len(weights)
-    return weights, math.ldexp(0.5, math.frexp(mean)[1])
+    return factors, math.ldexp(0.5, math.frexp(mean)[1])
 
 
 class _Transfer(NamedTuple):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hpcaccum.mpi import AtomicWords, NodeMemory, bits, number_of
-from hpcaccum.reducer.schedule import Schedule, all_that_live
+from hpcaccum.mpi import AtomicWords, NodeMemory, bits
+from hpcaccum.reducer.schedule import Schedule, all_that_live, given_numbers
 from hpcaccum.reducer.staging import copy
 from hpcaccum.summation import Quiet, add_at_once
 
@@ -54,8 +54,9 @@ class OneShot(Schedule):
         self._summed = self._copies.copy()
         self._own = [layout.views(copies[group.rank]) for copies in self._copies]
         # Two blocks, used in turn as the copies are. Of each rank: twice the number of
-        # its call, and 1 if its weight is not 1; its signature; and this weight.
-        self._words = AtomicWords(group, 0, 2 * 3 * group.size)
+        # its call, and 1 if its weight is not 1; its signature; and then this weight
+        # and its factor.
+        self._words = AtomicWords(group, 0, 2 * 4 * group.size)
         # Whether the last call had a weight that is not 1.
         self._weighted = False
         self._quiet, self._calls, self._gone = Quiet(), 0, plan.gone
@@ -70,7 +71,7 @@ class OneShot(Schedule):
         if len(call.inputs) < len(self.arrays):
             self._copies[parity][self._rank][:] = self.sent
         if call.inputs:
-            copy(call.inputs, self._own[parity])
+            copy(call.inputs, self._own[parity], self.scale)
         if not self._all_agree(call.signature):
             return False
         numbers = self.divisor, self.factors
@@ -89,11 +90,12 @@ class OneShot(Schedule):
         # again two calls later. Before, it has waited for all ranks in the call between
         # the two, which a rank begins after it has read this block.
         words, size, call = self._words, self._size, self._calls
-        first, read = call % 2 * 3 * size, words.read_range
+        first, read = call % 2 * 4 * size, words.read_range
         own, here, weighted = first + self._rank, call << 1, self.weight != 1
         words.store_unordered(own + size, mine)
         if weighted:
             words.store_unordered(own + 2 * size, bits(self.weight))
+            words.store_unordered(own + 3 * size, bits(self.factor))
         words.store(own, [here | weighted])
         if min(read(first, size)) < here:
             self._wait(
@@ -102,11 +104,9 @@ class OneShot(Schedule):
         found = read(first, 2 * size)
         if found == [here] * size + [mine] * size and not self._weighted:
             return True
-        counted, given = self.counted, read(first + 2 * size, size)
+        counted, given = self.counted, read(first + 2 * size, 2 * size)
         self._weighted = any(found[rank] & 1 for rank in counted)
-        self._note_weights(
-            [number_of(given[rank]) if found[rank] & 1 else 1.0 for rank in counted]
-        )
+        self._note_weights(*given_numbers(found, given, counted))
         return {found[size + rank] for rank in counted} == {mine}
 
     def _may_go_on(self, first: int, least: int) -> bool:
@@ -121,7 +121,7 @@ class OneShot(Schedule):
 
     def late(self) -> list[int]:
         """Return the ranks that this one waits for."""
-        numbers = self._words.read_range(self._calls % 2 * 3 * self._size, self._size)
+        numbers = self._words.read_range(self._calls % 2 * 4 * self._size, self._size)
         return [rank for rank, word in enumerate(numbers) if word >> 1 < self._calls]
 
     def free(self, *, abandoned: bool = False) -> None:

@@ -15,7 +15,7 @@ from hpcaccum.arguments import (
     positive_weight,
     step_number,
 )
-from hpcaccum.device import is_device
+from hpcaccum.device import is_device, to_host
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Freeable, Group, group_of
 from hpcaccum.reducer import selection
@@ -188,6 +188,8 @@ class Reducer(Freeable):
         self._inputs = Inputs(name, made.arrays, made.received, only)
         # The set of arrays that were started since the last call.
         self._started = 0
+        # Copies of arrays in place that a call multiplies.
+        self._kept: dict[str, Array] = {}
         calls = DeviceOnlyCalls if made.device_only else DeviceCalls
         self._device = calls(layout, made)
         label = self._group.label(name)
@@ -200,7 +202,7 @@ class Reducer(Freeable):
             reduction_type = self._reduction_type
         elif reduction_type not in REDUCTIONS:
             one_of("reduction_type", reduction_type, REDUCTIONS)
-        if weight != 1.0 or type(weight) is not float:
+        if weight != self._schedule.weight or type(weight) is not float:
             weight = positive_weight(weight, self._schedule.received.dtype)
         if self._started and reduction_type != self._reduction_type:
             raise InvalidArgumentError(
@@ -214,12 +216,36 @@ class Reducer(Freeable):
             )
         schedule, mean = self._schedule, reduction_type == "MEAN"
         if weight != schedule.weight or mean != schedule.mean:
-            schedule.prepare(weight, mean=mean)
+            schedule.prepare(weight, mean=mean, scales=False)
+
+    def _weigh(self, inputs: Mapping[str, Any], names: int) -> Mapping[str, Any]:
+        """Return the inputs to copy in; decide where they are multiplied by the weight.
+
+        It costs no time while they are copied. Only the sum multiplies arrays in place,
+        or on a device, or in half precision.
+        """
+        schedule = self._schedule
+        if schedule.weight == 1:
+            return inputs
+        if not self._started:
+            scales = schedule.sent.dtype == schedule.received.dtype
+            scales = scales and len(inputs) == names.bit_count() > 0
+            scales = scales and not is_device(next(iter(inputs.values())))
+            if scales != (schedule.scale != 1):
+                schedule.prepare(schedule.weight, mean=schedule.mean, scales=scales)
+        elif schedule.scale != 1:
+            # As the arrays before. One in place is restored after the call.
+            inputs = {name: to_host(array) for name, array in inputs.items()}
+            for name in self._inputs.names(names):
+                if name not in inputs:
+                    inputs[name] = self._kept[name] = self._arrays[name].copy()
+        return inputs
 
     def arrays(self) -> dict[str, Array]:
         """Return this rank's arrays, of the layout's dtype, to write gradients to.
 
-        They keep what is written to them until a call copies other arrays in.
+        They keep what is written to them until a call copies other arrays in, which it
+        may multiply by its weight.
         """
         return dict(self._arrays)
 
@@ -286,6 +312,7 @@ class Reducer(Freeable):
             targets = _NOTHING
             if out:
                 targets = self._inputs.targets(out, names | self._started)
+            inputs = self._weigh(inputs, names)
             self._device.prepare(inputs, targets)
         except Exception as error:
             self._fail(error)
@@ -311,7 +338,8 @@ class Reducer(Freeable):
         self._check_open()
         self._prepare(None, weight)
         given = {name: self._arrays.get(name) if array is None else array}
-        inputs, bit = self._inputs.check(given, self._started)
+        checked, bit = self._inputs.check(given, self._started)
+        inputs = self._weigh(checked, bit)
         self._device.prepare(inputs, _NOTHING)
         self._calls.broken = True
         for each in self._device.start(name, inputs):
@@ -406,6 +434,9 @@ class Reducer(Freeable):
         agreed = self._device.finish(call)
         calls.broken = False
         calls.track.calls += 1
+        for name, array in self._kept.items():
+            self._arrays[name][...] = array
+        self._kept.clear()
         if self._started:
             self._started = 0
             self._schedule.reset()

@@ -8,7 +8,7 @@ To add a schedule, write a subclass in a file of its own and add it to the list 
 
 - `Schedule.offer`: begin to reduce the buckets that are ready, without waiting;
 - `MessageSchedule.collect`: wait until a bucket is reduced, which has what each rank
-  sends times its `Schedule.weight`;
+  sends times its `Schedule.factor`;
 
 and states its properties as class variables. `Schedule` copies arrays in and out, and
 calls these two in turn. A schedule without messages overrides `Schedule.complete`. One
@@ -18,16 +18,17 @@ overrides `Schedule.finish`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from hpcaccum.dtypes import accumulation_dtype
-from hpcaccum.mpi import duplicate, keep
+from hpcaccum.mpi import duplicate, keep, number_of
 from hpcaccum.reducer.recursive_doubling import RecursiveDoubling
 from hpcaccum.reducer.staging import copy, copy_in
-from hpcaccum.summation import add_in_order
+from hpcaccum.summation import add_in_order, copy_pieces
 
 if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
@@ -124,14 +125,43 @@ class Call(NamedTuple):
     reduced: Callable[[int], None] | None = None
 
 
-def combined(weights: Sequence[float], *, mean: bool) -> tuple[Sequence[float], float]:
+Numbers = tuple[float, ...]
+
+
+# Most calls have the weights of the call before, and to compute takes microseconds.
+@functools.lru_cache(32)
+def combined(
+    weights: Numbers, factors: Numbers, *, mean: bool
+) -> tuple[Numbers, float]:
     """Return the factors of arrays with these weights, and the divisor of their sum.
 
-    There are no factors if none are needed: a mean with equal weights needs none.
+    ``factors`` are 1 for arrays that have been multiplied by their weight before. None
+    are returned if none are needed: a mean of arrays with equal weights needs none.
     """
-    if len({*weights}) == 1 and (mean or weights[0] == 1):
-        return (), float(len(weights)) if mean else 1.0
-    return weights, sum(weights) if mean else 1.0
+    if mean and factors == weights and len({*weights}) == 1:
+        return (), float(len(weights))
+    return () if {*factors} == {1} else factors, sum(weights) if mean else 1.0
+
+
+def given_numbers(
+    words: list[int], given: list[int], counted: Sequence[int]
+) -> tuple[Numbers, Numbers]:
+    """Return the weights and the factors of the ranks that count.
+
+    They are 1 for a rank whose word is even, which has ``given`` none.
+    """
+    chosen = tuple([rank if words[rank] & 1 else -1 for rank in counted])
+    return _numbers(chosen, tuple(given))
+
+
+@functools.lru_cache(32)
+def _numbers(
+    chosen: tuple[int, ...], given: tuple[int, ...]
+) -> tuple[Numbers, Numbers]:
+    half = len(given) // 2
+    weights = [1.0 if rank < 0 else number_of(given[rank]) for rank in chosen]
+    factors = [1.0 if rank < 0 else number_of(given[half + rank]) for rank in chosen]
+    return tuple(weights), tuple(factors)
 
 
 def all_that_live(
@@ -162,7 +192,8 @@ class Schedule:
         sent, arrays: This rank's arrays, flat and by name, of the layout's dtype.
         received, results: The reduced arrays, of the dtype of sums.
         window_bytes, result_bytes: Bytes of these in this rank's memory.
-        weight: Of this rank's arrays in a call, which it multiplies.
+        weight: Of this rank's arrays in a call, which it multiplies: as `scale` while
+            they are copied to `sent`, or as `factor` in the sum. The other one is 1.
         mean: Whether the sums of a call are divided by the sum of the weights.
         total_weight: Sum of the weights that the last call has counted.
         divisor, factors: Of its sums; see `combined`.
@@ -208,22 +239,31 @@ class Schedule:
         self.window_bytes, self.result_bytes = self.sent.nbytes, self.received.nbytes
         self.buckets = plan.buckets
         self.counted: Sequence[int] = range(plan.group.size)
-        self.prepare(1.0, mean=False)
+        self.prepare(1.0, mean=False, scales=False)
         self._wait = plan.wait
         self._threads = plan.group.own_cores
         self._readiness = Readiness(layout, plan.buckets)
 
     # Before a call
 
-    def prepare(self, weight: float, *, mean: bool) -> None:
-        """Set the weight of this rank, and the kind of reduction, of the next call."""
-        self.weight, self.mean = weight, mean
-        self._note_weights([1.0] * len(self.counted))
+    def prepare(self, weight: float, *, mean: bool, scales: bool) -> None:
+        """Set the weight of this rank, and the kind of reduction, of the next call.
 
-    def _note_weights(self, weights: Sequence[float]) -> None:
-        """Note the weights of the ranks that count; at first, all are 1."""
+        If it ``scales``, all its arrays are copied in, and multiplied meanwhile.
+        """
+        self.weight, self.mean = weight, mean
+        self.scale, self.factor = (weight, 1.0) if scales else (1.0, weight)
+        ones = (1.0,) * len(self.counted)
+        self._note_weights(ones, ones)
+
+    def _note_weights(self, weights: Numbers, factors: Numbers) -> None:
+        """Note what the ranks that count have set; at first, all numbers are 1."""
         self.total_weight = sum(weights)
-        self.factors, self.divisor = combined(weights, mean=self.mean)
+        self.factors, self.divisor = combined(weights, factors, mean=self.mean)
+
+    def copy_in(self, inputs: Mapping[str, Array]) -> None:
+        """Copy arrays to `arrays`."""
+        copy_in(inputs, self.arrays, self.sent, self.scale)
 
     def add(self, name: str) -> None:
         """Offer the buckets that are ready now that one more of `arrays` is."""
@@ -245,7 +285,7 @@ class Schedule:
     def finish(self, call: Call) -> bool:
         """Reduce the rest and wait for it; return whether all ranks make this call."""
         if call.inputs:
-            copy_in(call.inputs, self.arrays, self.sent)
+            self.copy_in(call.inputs)
         if call.ready is not None:
             for number in range(len(self.buckets)):
                 call.ready(number)
@@ -279,14 +319,9 @@ class Schedule:
         return None
 
     def _weigh(self, piece: slice) -> None:
-        """Set a piece of `received` to that of `sent`, times `weight`."""
-        out = self.received[piece]
-        if self.weight == 1:
-            np.copyto(out, self.sent[piece])
-            return
-        # No warning: an overflow shows up as inf in the result.
-        with np.errstate(all="ignore"):
-            add_in_order([self.sent[piece]], out, 1, self._threads, [self.weight])
+        """Set a piece of `received` to that of `sent`, times `factor`."""
+        pair = self.received[piece], self.sent[piece]
+        copy_pieces([pair], self._threads, self.factor)
 
     def _divide(self, piece: slice) -> None:
         """Divide a piece of `received` by `divisor`."""

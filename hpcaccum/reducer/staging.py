@@ -8,7 +8,7 @@ import numpy as np
 
 from hpcaccum.device import copyto
 from hpcaccum.overlap import crossing, overlap
-from hpcaccum.summation import copy_pieces
+from hpcaccum.summation import copy_pieces, fill
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,20 +23,27 @@ _COARSE = 32 << 10
 _STAGES = 3
 
 
-def copy(source: Mapping[str, Array], target: Mapping[str, Array]) -> None:
-    """Copy arrays to others of the same names, with conversion."""
+def copy(
+    source: Mapping[str, Array], target: Mapping[str, Array], factor: float = 1.0
+) -> None:
+    """Copy arrays to others of the same names, with conversion, times a factor."""
     for name in target if len(target) < len(source) else source:
         given, place = source[name], target[name]
-        if type(given) is type(place):
+        if factor != 1:
+            fill(place, given, factor)
+        elif type(given) is type(place):
             place[...] = given
         else:
             copyto(place, given)
 
 
 def copy_in(
-    inputs: Mapping[str, Array], arrays: Mapping[str, Array], memory: Array
+    inputs: Mapping[str, Array],
+    arrays: Mapping[str, Array],
+    memory: Array,
+    factor: float,
 ) -> None:
-    """Copy inputs to a schedule's arrays, all of which are views of ``memory``.
+    """Copy inputs times a factor to a schedule's arrays, all views of ``memory``.
 
     An input that is itself a view of it is read before any array is written, even if
     it is the only one: NumPy 2.4 computes ``x[512:1012] = x[250:1250:2]`` wrongly.
@@ -47,7 +54,7 @@ def copy_in(
             array, memory
         ):
             inputs = {**inputs, name: array.copy()}
-    copy(inputs, arrays)
+    copy(inputs, arrays, factor)
 
 
 def stages(buckets: list[slice]) -> list[slice]:
@@ -137,8 +144,8 @@ class Staging:
             return None
         return array[inside[1]] if array.dtype == self._sent.dtype else None
 
-    def fill(self, number: int, inputs: Mapping[str, Array]) -> None:
-        """Copy one bucket to its stage, without what `direct` returns."""
+    def fill(self, number: int, inputs: Mapping[str, Array], scale: float) -> None:
+        """Copy one bucket times a scale to its stage, without what `direct` returns."""
         skipped = None
         if self.direct(number, inputs) is not None:
             skipped = self._inside[number]
@@ -153,7 +160,7 @@ class Staging:
                 begin = where.start + piece.start - elements.start
                 target = place[begin : begin + piece.stop - piece.start]
                 pairs.append((target, inputs[name][piece]))
-        copy_pieces(pairs, self._threads)
+        copy_pieces(pairs, self._threads, scale)
 
     def drain(self, number: int, out: Mapping[str, Array]) -> None:
         """Copy one bucket of the results to arrays."""

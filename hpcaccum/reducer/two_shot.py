@@ -16,16 +16,21 @@ import numpy as np
 
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.layout import ALIGNMENT
-from hpcaccum.mpi import AtomicWords, NodeMemory, bits, number_of
-from hpcaccum.reducer.schedule import Schedule, all_that_live, combined
-from hpcaccum.reducer.staging import StagedCopies, Staging, copy, copy_in, stages
+from hpcaccum.mpi import AtomicWords, NodeMemory, bits
+from hpcaccum.reducer.schedule import (
+    Schedule,
+    all_that_live,
+    combined,
+    given_numbers,
+)
+from hpcaccum.reducer.staging import StagedCopies, Staging, copy, stages
 from hpcaccum.summation import Quiet, add_in_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpcaccum.dtypes import Array
-    from hpcaccum.reducer.schedule import Call, Case, Plan
+    from hpcaccum.reducer.schedule import Call, Case, Numbers, Plan
 
 # Bytes of the largest bucket of which threads share the work.
 _MOST_SHARED = 16 << 20
@@ -66,7 +71,7 @@ class TwoShot(Schedule):
     def __init__(self, plan: Plan) -> None:
         group, layout = plan.group, plan.layout
         self._sum = NodeSum(
-            plan, group.size, lambda weights: combined(weights, mean=self.mean)
+            plan, group.size, lambda *both: combined(*both, mean=self.mean)
         )
         sent, received = self._sum.sent, self._sum.received
         super().__init__(plan, sent, received)
@@ -76,10 +81,10 @@ class TwoShot(Schedule):
             layout, plan.buckets, self._sum.stripe_slices, sent, received, self._threads
         )
 
-    def prepare(self, weight: float, *, mean: bool) -> None:
+    def prepare(self, weight: float, *, mean: bool, scales: bool) -> None:
         """Do as `Schedule.prepare`."""
-        super().prepare(weight, mean=mean)
-        self._sum.prepare(weight)
+        super().prepare(weight, mean=mean, scales=scales)
+        self._sum.prepare(weight, self.factor)
 
     def offer(self, count: int) -> None:
         """Contribute these buckets, and sum those that all ranks have contributed."""
@@ -95,7 +100,7 @@ class TwoShot(Schedule):
             copies, call = copies._replace(inputs={}), self._with_all(call)
         if not copies.inputs:
             if call.inputs:
-                copy_in(call.inputs, self.arrays, self.sent)
+                self.copy_in(call.inputs)
             if call.ready is None:
                 self._sum.contribute(count)
         if self._sum.summed or not count:
@@ -131,7 +136,7 @@ class TwoShot(Schedule):
             call.ready(number)
             self._sum.contribute(number + 1)
         if copies.inputs:
-            self._staging.fill(number, copies.inputs)
+            self._staging.fill(number, copies.inputs, self.scale)
             self._sum.contribute(number + 1, staged=True)
 
     def _copy_out(self, number: int, copies: StagedCopies, call: Call) -> None:
@@ -161,8 +166,8 @@ class NodeSum:
     Two words for each rank count over all calls: one the buckets that it has
     contributed, and whether they are staged and whether its weight is not 1; one the
     stripes that it has summed. Then there are two blocks, used in turn, with the
-    signatures of all ranks; and the weights of this call that are not 1, which no rank
-    changes before all stripes are summed.
+    signatures of all ranks; and the weights of this call that are not 1, with their
+    factors, which no rank changes before all stripes are summed.
 
     If a plan goes on without ranks that have died, the next rank sums the stripes of
     such a rank. Each rank then contributes all its buckets at once, and sums a stripe.
@@ -171,7 +176,7 @@ class NodeSum:
         plan: Its group has the ranks of the node.
         summing: How many ranks, the first ones, sum a stripe of each bucket: one of
             `stripes`, at `stripe_slices`; `summed` counts those of this rank.
-        combine: Returns the factors and the divisor of a sum, given the weights.
+        combine: Returns the factors and the divisor of a sum, as `combined` does.
 
     The other attributes are as those of `Schedule`; all ranks share `received`.
     """
@@ -180,7 +185,7 @@ class NodeSum:
         self,
         plan: Plan,
         summing: int,
-        combine: Callable[[Sequence[float]], tuple[Sequence[float], float]],
+        combine: Callable[[Numbers, Numbers], tuple[Numbers, float]],
     ) -> None:
         group, layout, buckets = plan.group, plan.layout, plan.buckets
         self._rank, self._size, self._count = group.rank, group.size, len(buckets)
@@ -205,7 +210,7 @@ class NodeSum:
             ([part[piece] for part in parts], [part[stage] for part in parts])
             for piece, stage in zip(mine, moved, strict=True)
         ]
-        self._words = AtomicWords(group, 0, (2 * 2 + 1) * group.size)
+        self._words = AtomicWords(group, 0, (2 * 2 + 2) * group.size)
         self._wait, self._quiet, self._threads = plan.wait, Quiet(), group.own_cores
         # The counts at the beginning of this call, and this rank's since then.
         self._base = self._contributed = self.summed = self._calls = 0
@@ -213,15 +218,16 @@ class NodeSum:
         self.counted: Sequence[int] = range(group.size)
         self._combine = combine
 
-    def prepare(self, weight: float) -> None:
-        """Set the weight of this rank in the next call."""
-        self.weight = weight
-        self._note_weights([1.0] * len(self.counted))
+    def prepare(self, weight: float, factor: float) -> None:
+        """Set these numbers of this rank in the next call; see `Schedule`."""
+        self.weight, self.factor = weight, factor
+        ones = (1.0,) * len(self.counted)
+        self._note_weights(ones, ones)
 
-    def _note_weights(self, weights: Sequence[float]) -> None:
-        """Note the weights of the ranks that count; at first, all are 1."""
+    def _note_weights(self, weights: Numbers, factors: Numbers) -> None:
+        """Note what the ranks that count have set; at first, all numbers are 1."""
         self.total_weight = sum(weights)
-        self._factors, self.divisor = self._combine(weights)
+        self._factors, self.divisor = self._combine(weights, factors)
         # Whether the next call has to note them.
         self._weighted = any(weight != 1 for weight in weights)
 
@@ -231,6 +237,7 @@ class NodeSum:
             if weighted := self.weight != 1:
                 place = 4 * self._size + self._rank
                 self._words.store_unordered(place, bits(self.weight))
+                self._words.store_unordered(place + self._size, bits(self.factor))
             self._contributed, word = count, self._base + count << 2
             self._words.store(self._rank, [word | staged << 1 | weighted])
 
@@ -262,19 +269,22 @@ class NodeSum:
     def _sum(self, words: list[int], direct: Array | None) -> None:
         """Sum the next stripe, of which all ranks have contributed the inputs."""
         if not self.summed and (self._weighted or functools.reduce(or_, words) & 1):
-            given = self._words.read_range(4 * self._size, self._size)
-            self._note_weights(
-                [number_of(given[r]) if words[r] & 1 else 1.0 for r in self.counted]
-            )
+            given = self._words.read_range(4 * self._size, 2 * self._size)
+            self._note_weights(*given_numbers(words, given, self.counted))
         inputs, out = self._inputs[self.summed], self.stripes[self.summed]
         parts = [inputs[word >> 1 & 1][rank] for rank, word in enumerate(words)]
+        factors: Sequence[float] = self._factors
         if direct is not None:
             parts[self._rank] = direct
+            if self.factor != self.weight:
+                # It was not multiplied, as it was not copied.
+                factors = list(factors or (1.0,) * self._size)
+                factors[self._rank] = self.weight
         if len(self.counted) < self._size:
             parts = [parts[rank] for rank in self.counted]
         self.summed += 1
         if out.size:
-            numbers = self.divisor, self._threads, self._factors
+            numbers = self.divisor, self._threads, factors
             self._quiet(add_in_order, parts, out, *numbers)
 
     def _stand_in(self) -> bool:

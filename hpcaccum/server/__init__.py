@@ -10,10 +10,11 @@ updates: A server runs an `UpdateLoop`, which updates what the server has of the
     all of it, or a `part`. On one node, `node_update` divides an update among the ranks
     that wait.
 parameters: The loop gives them to the `Publisher`: each node has a `double_buffer`,
-    which its ranks read, and an agent, which sends and receives. If variables are
-    sparse, `parameter_copies` copies and sends only the rows that are in a `RowLog`.
+    which its ranks read; between nodes, also an agent, which sends and receives. If
+    variables are sparse, `parameter_copies` copies and sends only the rows that are in
+    a `RowLog`.
 several servers: The root runs an `OrderLoop`. Each server gets its gradients from
-    `Orders`, which the agent of each node carries.
+    `Orders`, which agents take to the nodes of the servers.
 
 Imports `accumulator`, `nodes`, `rows`, `mpi`, `device` and the modules below them.
 """

@@ -1,6 +1,6 @@
 """The command ``hpcaccum train``: data-parallel training of a small network.
 
-Imports the public names of the packages below; only the command line imports it.
+Uses the packages below. The command line and `launch` import it.
 """
 
 from __future__ import annotations

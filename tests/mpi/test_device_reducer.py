@@ -18,6 +18,7 @@ from hpcaccum.device import kernels
 from hpcaccum.mpi.job import runtime
 from hpcaccum.reducer import device as device_exchange
 
+from .. import naive
 from .expiring import missed_by
 from .on_device import FEW_RANKS, Aware, empty_like, to_device
 from .reducing import ALL, EACH, KINDS, OPTIONS, Maker, check, drawn, parts_of, works
@@ -180,6 +181,22 @@ def test_start_does_not_wait_for_the_device(
         reducer.wait(out=outs[-1])
     for call, out in enumerate(outs):
         check(maker, out, parts_of(SHAPES, size, call, dtype=np.float32), np.float32)
+
+
+@ALL
+def test_arrays_of_host_and_device_have_one_weight(cp, maker, rank, size):
+    reducer, weights = maker(SHAPES), [2.0 + each for each in range(size)]
+    for call in range(6):
+        parts = [
+            {name: array.round() for name, array in part.items()}
+            for part in parts_of(SHAPES, size, call, dtype=np.float32)
+        ]
+        for number, (name, array) in enumerate(parts[rank].items()):
+            given = cp.asarray(array) if (number + call + rank) % 3 == 0 else array
+            reducer.start(name, given, weight=weights[rank])
+        for name, array in reducer.wait(weight=weights[rank]).items():
+            every = [part[name] for part in parts]
+            maker.check(array, np.asarray(naive.allreduce(every, weights=weights)))
 
 
 @ANY

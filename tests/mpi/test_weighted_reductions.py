@@ -45,18 +45,32 @@ def started(reducer, arrays, weight, **options):
     return reducer.wait(weight=weight)
 
 
+def mixed(reducer, arrays, weight, **options):
+    """Start some arrays in place and others not, and pass the last one."""
+    own, (*names, last) = reducer.arrays(), arrays
+    kept = names[reducer.calls // 2 % 2 :: 2]
+    for name in names:
+        if name in kept:
+            own[name][...] = arrays[name]
+        reducer.start(name, None if name in kept else arrays[name], weight=weight)
+    found = reducer.reduce({last: arrays[last]}, weight=weight)
+    for name in kept:
+        same_bits(own[name], arrays[name])  # not multiplied
+    return found
+
+
 @ALL
-@pytest.mark.parametrize("way", [copied, in_place, started])
+@pytest.mark.parametrize("way", [copied, in_place, started, mixed])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 def test_arrays_count_with_the_weight_of_their_rank(maker, rank, size, way, dtype):
     reducer, wide = maker(SHAPES, dtype), np.result_type(dtype, np.float32)
     for call, weights in enumerate([*WEIGHTS, None]):
-        kinds = ["MEAN"] if way is started else ["MEAN", "SUM"]
+        kinds = ["MEAN"] if way in (started, mixed) else ["MEAN", "SUM"]
         used = [1.0] * size if weights is None else weights[:size]
         parts = [drawn(each, call, dtype) for each in range(size)]
         for kind in kinds:
             options = {"reduction_type": kind, "weight": used[rank]}
-            if weights is None and way is not started:
+            if weights is None and len(kinds) == 2:
                 del options["weight"]
             found = way(reducer, parts[rank], **options)
             assert reducer.total_weight == sum(used)

@@ -160,7 +160,7 @@ SMALL, LARGE = 100, 700_000
 # Before and after the gradient of a rank is there for the others.
 WITHOUT = [
     (SMALL, "one_shot.OneShot._all_agree", "before"),
-    (LARGE, "two_shot.copy_in", "after"),
+    (LARGE, "schedule.copy_in", "after"),
     (LARGE, "two_shot.NodeSum.contribute", "before"),
 ]
 WITH = [

@@ -566,6 +566,9 @@ def test_what_is_no_array_or_name():
             Variable(0.0, name)
         with pytest.raises(TypeError, match="name must be a non-empty string"):
             SGD(1, name=name)
+    # The arguments in the wrong order: not all of the array is shown.
+    with pytest.raises(TypeError, match=r"must be a non-empty string, got .{0,40}$"):
+        Variable("w", np.zeros(900))
 
 
 # Errors change nothing
