@@ -37,7 +37,7 @@ hpcaccum | 540 235 400 44 | hpcaccum/__init__.py | the public names
 jax | 20 310 150 62 | jax/ | averages inside jit, | optax on a server
 torch | 180 310 180 62 | torch/ | torch.optim as | an update rule
 tracing | 420 310 200 62 | tracing.py | the file of all spans; | uses mpi/
-checkpoint | 720 310 220 62 | checkpoint.py, stopping.py | device/, nodes/, mpi/ | \
+checkpoint | 720 310 220 62 | checkpoint.py, stopping.py | use device/, nodes/, mpi/ | \
 and modules of one file
 optimizers | 20 405 640 62 | optimizers/ | update rules and snapshots | \
 cross-shard, sync-replicas, drop-stale, AGN, local steps

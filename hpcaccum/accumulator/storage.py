@@ -151,12 +151,12 @@ class Buffers:
         """
         buffer = self._own[index][: grad.size]
         if before is None:
-            place = buffer.reshape(grad.shape)
+            whole = buffer.reshape(grad.shape)
             if weight == 1 or device.is_device(grad):
-                device.copyto(place, grad)
-                grad = place
+                device.copyto(whole, grad)
+                grad = whole
             if weight != 1:
-                fill(place, grad, weight)
+                fill(whole, grad, weight)
             return
         more, factors = device.to_host(grad).reshape(-1), (before.factor, weight)
         # No warning: an overflow shows up as inf in the result.
