@@ -136,7 +136,7 @@ def admit(accumulator: Any, local_step: int = 0) -> Callable[[Any], None]:
     """
     protocol, storage = accumulator._protocol, accumulator._storage
     shape = None if protocol.shapes.only else (2,)
-    request = Request(local_step, 1.0, shape, None, (0, 0), False)
+    request = Request(local_step, 1.0, shape, None, (0, 0), False, False)
     calls, rank = accumulator._shared.calls, accumulator._shared.group.rank
     if near := calls is None or calls.near:
         admitted = protocol.admit(rank, request)

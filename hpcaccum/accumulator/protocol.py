@@ -65,6 +65,7 @@ class Request(NamedTuple):
         fresh: The first buffer that its rank has for a round, by parity; None if it has
             none at the moment.
         in_place: Whether the gradient is in that buffer, or comes as ``contents``.
+        scaled: Whether it is multiplied by its weight when it is written.
         contents: Of the buffer, of which the agent keeps a copy; None if it does not.
     """
 
@@ -74,6 +75,7 @@ class Request(NamedTuple):
     misfit: str | None
     fresh: Fresh
     in_place: bool
+    scaled: bool
     contents: bytes | None = None
 
 
@@ -200,7 +202,8 @@ class AdmissionProtocol:
         if held is None:
             assert fresh is not None
             copied = request.contents is not None
-            record = Record(fresh, 1, 0, shape, int(copied), weight)
+            scaled = int(request.scaled)
+            record = Record(fresh, 1, 0, shape, int(copied), scaled, weight)
         else:
             record = held.written(weight)._replace(shape=shape)
         complete = held is None and request.in_place and self.apart

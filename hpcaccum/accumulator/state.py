@@ -88,8 +88,8 @@ class Packing:
 class Record(NamedTuple):
     """What one rank has in one round: a buffer with the sum of its gradients.
 
-    A single gradient is in the buffer as it was given. Several have been multiplied by
-    their weights.
+    A single gradient that was computed in the buffer, or that has rows, is there as it
+    was given. All others have been multiplied by their weights.
 
     Attributes:
         buffer: 0 or 1.
@@ -97,6 +97,7 @@ class Record(NamedTuple):
         adding: Whether one more is being added, so that the sum is none.
         shape: Number of the shape; 0 if all rounds have the same one.
         copied: Whether the agent of the host's node has a copy of the sum.
+        scaled: Whether the buffer has been multiplied.
         weight: Sum of the weights of the gradients, in a word of its own.
     """
 
@@ -105,30 +106,31 @@ class Record(NamedTuple):
     adding: int
     shape: int
     copied: int = 0
+    scaled: int = 0
     weight: float = 1.0
 
     @property
     def factor(self) -> float:
         """What multiplies the buffer in a sum."""
-        return self.weight if self.number == 1 else 1.0
+        return 1.0 if self.scaled else self.weight
 
     def word(self) -> int:
         """Return all but the weight as one word, never 0 if it has a gradient."""
         counts = (self.copied << 10 | self.shape) << 20 | self.number
-        return (counts << 1 | self.adding) << 1 | self.buffer
+        return ((counts << 1 | self.scaled) << 1 | self.adding) << 1 | self.buffer
 
     def written(self, weight: float) -> Record:
         """Return the record after one more gradient."""
         total = self.weight + weight
-        return Record(self.buffer, self.number + 1, 0, self.shape, 0, total)
+        return Record(self.buffer, self.number + 1, 0, self.shape, 0, 1, total)
 
     @classmethod
     def of(cls, word: int, weight: float) -> Record:
         """Return the record of a word, and of its weight."""
-        counts, adding, buffer = word >> 2, word >> 1 & 1, word & 1
+        counts, adding, buffer = word >> 3, word >> 1 & 1, word & 1
         shape, copied = counts >> 20 & _MAX_SHAPE, counts >> 30
         number = counts & _MAX_NUMBER
-        return cls(buffer, number, adding, shape, copied, weight)
+        return cls(buffer, number, adding, shape, copied, word >> 2 & 1, weight)
 
 
 @dataclass(frozen=True)

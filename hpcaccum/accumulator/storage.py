@@ -30,7 +30,7 @@ from hpcaccum.rows import (
     weighted,
 )
 from hpcaccum.spans import traced
-from hpcaccum.summation import add_in_order
+from hpcaccum.summation import add_in_order, fill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -48,7 +48,8 @@ class Buffers:
 
     A vector may have places of rows at its end. If a rank has several gradients in a
     round, its buffer has their sum, each multiplied by its weight: rows are added by
-    their indices, all other elements one by one.
+    their indices, all other elements one by one. A single one that is copied is
+    multiplied meanwhile, which costs no time; the sum multiplies one that is in place.
 
     The sum of all ranks is formed at the take: in rank order on each node, then in the
     order of the nodes. The same gradients give the same bits in any order of arrival.
@@ -149,7 +150,12 @@ class Buffers:
         """
         buffer = self._own[index][: grad.size]
         if before is None:
-            device.copyto(buffer.reshape(grad.shape), grad)
+            whole = buffer.reshape(grad.shape)
+            if weight == 1 or device.is_device(grad):
+                device.copyto(whole, grad)
+                grad = whole
+            if weight != 1:
+                fill(whole, grad, weight)
             return
         more, factors = device.to_host(grad).reshape(-1), (before.factor, weight)
         # No warning: an overflow shows up as inf in the result.

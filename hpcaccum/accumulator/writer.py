@@ -118,7 +118,8 @@ class Writer:
             self._buffers.check_room(array, step)
         usual = array.shape == shapes.only
         shape, misfit = (None, None) if usual else (array.shape, shapes.misfit(array))
-        request = Request(step, weight, shape, misfit, fresh, in_place)
+        scaled = not (in_place or storage.has_rows)
+        request = Request(step, weight, shape, misfit, fresh, in_place, scaled)
         if calls is None:
             return self._protocol.admit(self._rank, request)
         if calls.near:
@@ -128,7 +129,7 @@ class Writer:
         sent = None if misfit else storage.short(array)
         if sent is not None:
             # The copy of the agent counts.
-            request = request._replace(in_place=True, contents=sent)
+            request = request._replace(in_place=True, scaled=False, contents=sent)
         unanswered = Unanswered(calls.admit(request), slot, sent)
         admitted: Admitted = self._answer(unanswered)
         return admitted

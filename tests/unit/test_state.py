@@ -49,6 +49,7 @@ def test_limits_fill_the_word(shaped):
         st.integers(0, 1),
         st.integers(0, 2**10 - 1),
         st.integers(0, 1),
+        st.integers(0, 1),
         st.floats(0, exclude_min=True, allow_infinity=False),
     )
 )
