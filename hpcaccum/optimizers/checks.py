@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numbers
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -140,15 +142,17 @@ def as_pairs(grads_and_vars: PairsLike) -> list[tuple[Any, Variable]]:
             f"got {type(grads_and_vars).__name__}"
         )
     pairs: list[Any] = list(grads_and_vars)
-    if not _are_pairs(pairs):
-        pairs = [_pair(item, i) for i, item in enumerate(pairs)]
     if not pairs:
         raise InvalidArgumentError("no variables provided")
-    names = (variable.name for _, variable in pairs)
-    if len({variable for _, variable in pairs}) < len(pairs):
-        raise InvalidArgumentError(f"a variable is given twice in {list(names)}")
-    if all(grad is None for grad, _ in pairs):
-        text = f"no gradients provided for any variable: {list(names)}"
+    if not _are_pairs(pairs):
+        pairs = [_pair(item, i) for i, item in enumerate(pairs)]
+    grads, variables = zip(*pairs, strict=True)
+    if len(set(variables)) < len(pairs):
+        names = [variable.name for variable in variables]
+        raise InvalidArgumentError(f"a variable is given twice in {names}")
+    if set(map(type, grads)) == {NoneType}:
+        names = [variable.name for variable in variables]
+        text = f"no gradients provided for any variable: {names}"
         raise InvalidArgumentError(text)
     return pairs
 
@@ -159,7 +163,7 @@ def _are_pairs(items: list[Any]) -> bool:
     return (
         set(map(type, items)) == {tuple}
         and set(map(len, items)) == {2}
-        and {type(item[1]) for item in items} == {Variable}
+        and set(map(type, map(operator.itemgetter(1), items))) == {Variable}
     )
 
 

@@ -20,7 +20,6 @@ from hpcaccum.optimizers.base import (
     ExchangeKind,
     KeptState,
     Optimizer,
-    set_global_step,
     with_factor,
 )
 from hpcaccum.optimizers.checks import (
@@ -383,7 +382,7 @@ class OneSidedOptimizer(Wrapper):
         pairs, weight = check_pairs(grads_and_vars), exchanged_weight(weight)
         if weight != 1 and not self._averages:
             pairs, weight = with_factor(pairs, weight), 1.0
-        self._checked_step(global_step)
+        counter = self._checked_step(global_step)
         variables = [var for _, var in pairs]
         if not self._served:
             self._begin_with(variables)
@@ -393,7 +392,8 @@ class OneSidedOptimizer(Wrapper):
         drops = self._drops(pairs)
         receipt = self._drop() if drops else self._send(pairs, weight)
         if receipt.sent:
-            set_global_step(global_step, sum(each.step for each in served))
+            if counter is not None:
+                counter.value[...] = sum([each.step for each in served])
             self._note(receipt)
         return receipt
 
@@ -577,7 +577,7 @@ class OneSidedOptimizer(Wrapper):
     @property
     def freed(self) -> bool:
         """Whether it was freed, by `free` or with its server before MPI_Finalize."""
-        return self._freed or any(each.server.freed for each in self._served)
+        return self._freed or (bool(self._served) and self._served[0].server.freed)
 
     def _free(self) -> None:
         if self._served:

@@ -115,10 +115,13 @@ class Served:
 
     def after(self, receipt: Receipt) -> None:
         """Pull after a push: wait for its update, or do not wait if it was dropped."""
-        self.useful = receipt.global_step + 1 if receipt else self.server.step
+        if receipt.accepted:
+            self.useful = receipt.global_step + 1
+            self.pull()
+            return
+        self.useful = self.server.step
         self.pull()
-        if not receipt:
-            self.useful = self.server.useful(receipt.global_step)
+        self.useful = self.server.useful(receipt.global_step)
 
     # The center: its updates, on servers
 

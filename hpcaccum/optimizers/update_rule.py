@@ -401,6 +401,7 @@ class FlatRule:
         self._rule = rule
         # Names to initial values.
         self.slots: Mapping[str, float] = rule._slots()
+        self.update = rule._update
         # On the rank that counts updates.
         self._states: Sequence[State] = ()
 
@@ -439,17 +440,6 @@ class FlatRule:
         """Count an update of all variables; the first makes their state visible."""
         for state in self._states:
             state.count()
-
-    def update(
-        self,
-        value: Array,
-        grad: Array,
-        slots: Sequence[Array],
-        scratch: Array,
-        numbers: Sequence[float],
-    ) -> None:
-        """Update some elements of the variables and of the slots."""
-        self._rule._update(value, grad, *slots, scratch, *numbers)
 
 
 def flat_rule(optimizer: Optimizer) -> FlatRule | None:

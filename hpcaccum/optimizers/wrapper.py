@@ -308,8 +308,10 @@ class Wrapper(Freeable, Optimizer):
 
     def _drops(self, pairs: Pairs) -> bool:
         """Return whether to drop gradients, because they are not finite."""
+        if (choice := self._options["on_nonfinite"]) == "accept":
+            return False
         grads = ((var.name, grad, var.dtype) for grad, var in pairs)
-        return to_drop(self.get_name(), grads, self._options["on_nonfinite"])
+        return to_drop(self.get_name(), grads, choice)
 
     def _metrics(self) -> metrics.Metrics:
         facts = self.global_step, self.waited, self.statistics()
@@ -318,7 +320,7 @@ class Wrapper(Freeable, Optimizer):
     def _note(self, receipt: Receipt) -> None:
         """Count a gradient; warn, once, if the last ones were all dropped."""
         metrics.note(self)
-        self._dropped = 0 if receipt else self._dropped + 1
+        self._dropped = 0 if receipt.accepted else self._dropped + 1
         if self._dropped < _MANY or self._warned:
             return
         self._warned = True

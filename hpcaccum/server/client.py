@@ -14,7 +14,6 @@ from hpcaccum.device import Transfer, all_on_device
 from hpcaccum.errors import NO_MORE_DATA, InvalidArgumentError, format_ranks
 from hpcaccum.mpi import Freeable
 from hpcaccum.nodes import Narrowing, is_short
-from hpcaccum.rows import Rows
 from hpcaccum.server.double_buffer import step_of, version_of
 from hpcaccum.server.loop import UpdateLock
 from hpcaccum.server.node_update import NodeUpdate
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from hpcaccum.dtypes import Array
+    from hpcaccum.rows import Rows
     from hpcaccum.server.options import ServerSetup
 
 
@@ -52,6 +52,8 @@ class Client(Freeable):
         self._root, self.in_parts = servers[0], len(servers) > 1
         self.is_root = setup.group.rank == self._root
         self.is_server = setup.group.rank in servers
+        # Gradients lie where their variables do.
+        self._on_device = all_on_device(setup.what, setup.initial.values())
         wire = self._wire = WireFormat.of(setup.initial, setup.capacities)
         # A short vector is part of another message.
         nbytes, narrow = wire.size * wire.gradients.dtype.itemsize, None
@@ -145,12 +147,14 @@ class Client(Freeable):
         here = self._publisher.version()
         if here == known and here >= at_least:
             return known
-        since = {name: self._has[name] for name in self._has if name in into}
-        self.forget(since)
+        since: dict[str, int] = {}
+        if self._has:
+            mine = [name for name in self._has if name in into]
+            since = {name: self._has.pop(name) for name in mine}
         if known != self._pulled:
             since = {}
         least = max(version_of(at_least), self._assigned)
-        self._pulled, has = self._copy(into, least, since)
+        self._pulled, has = self._copy(into, least, since, self._on_device)
         self._has.update(has)
         return self._pulled
 
@@ -160,14 +164,18 @@ class Client(Freeable):
             self._has.pop(name, None)
 
     def _copy(
-        self, into: Mapping[str, Array], at_least: int, since: Mapping[str, int]
+        self,
+        into: Mapping[str, Array],
+        at_least: int,
+        since: Mapping[str, int],
+        on_device: bool = False,
     ) -> tuple[int, dict[str, int]]:
         """Copy the newest parameters; return their step and what `Copier.read` does."""
         deadline = Deadline(None, f"{self._what}: pull")
-        if self._publisher.copies.version() < at_least:
-            self._wait_for(at_least, deadline)
         copies, has = self._publisher.copies, dict[str, int]()
-        if all_on_device(self._what, into.values()):
+        if copies.version() < at_least:
+            self._wait_for(at_least, deadline)
+        if on_device:
             return step_of(copies.read(self._fetch_to(into), deadline)), has
 
         def copy(flat: Array) -> None:
@@ -257,14 +265,11 @@ class Client(Freeable):
             Whether they were accepted. If so, their update makes step
             ``receipt.global_step + 1``.
         """
-        buffer = self._buffer()
-        arrays = [each for each in grads.values() if not isinstance(each, Rows)]
-        on_device = all_on_device(self._what, arrays)
         self._wire.write_gradients(
             grads,
-            buffer,
+            self._buffer(),
             clear=self._inbox.adds,
-            send=self._send if on_device else None,
+            send=self._send if self._on_device else None,
         )
         # Before: a gradient that was admitted keeps its buffer, also if this raises.
         self._lent = None
@@ -273,7 +278,7 @@ class Client(Freeable):
             view.flags.writeable = False
         self._views.clear()
         receipt = self._inbox.submit(local_step, weight)
-        if receipt and self._inbox.adds:
+        if receipt.accepted and self._inbox.adds:
             self._coming = receipt.global_step + 1
         return receipt
 

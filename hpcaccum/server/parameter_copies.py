@@ -147,9 +147,12 @@ class Copier:
 
     def write(self, center: Mapping[str, Array], flat: Array, copy: int) -> None:
         """Bring a published vector up to date; the root only."""
+        if self.whole:
+            for name, view in self.views(flat).items():
+                copy_quietly(view, center[name])
+            return
         self._copy_lacked(center, flat, copy)
-        if not self.whole:
-            self._complete(flat, copy)
+        self._complete(flat, copy)
 
     def _copy_lacked(self, source: Mapping[str, Array], flat: Array, copy: int) -> None:
         """Copy what a copy lacks of variables."""
@@ -220,7 +223,12 @@ class Copier:
 
         Returns which changes the array of each sparse variable has, for the next call.
         """
-        end, views = 0 if self.whole else self.end(flat), self.views(flat)
+        views = self.views(flat)
+        if self.whole:
+            for name, array in into.items():
+                copy_quietly(array, views[name])
+            return {}
+        end = self.end(flat)
         # Mostly one place: that of the last copy, of all variables.
         rows = {place: self.changes(place, end) for place in set(since.values())}
         for name, array in into.items():

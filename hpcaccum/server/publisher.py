@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from hpcaccum.deadline import Deadline
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
-    from hpcaccum.nodes import Steps
+    from hpcaccum.nodes import Place, Steps
     from hpcaccum.server.parameter_copies import Copier, Message
 
 # For so many seconds after a step has come, a rank does not ask for a newer one: the
@@ -262,10 +262,10 @@ class Publisher(Service):
 
     # A server
 
-    def complete(self, version: int, awaited_by: Iterable[int] = ()) -> None:
+    def complete(self, version: int, awaited: Iterable[Place] = ()) -> None:
         """Publish what was written since ``own.begin``.
 
-        Nodes of the ranks that wait for it get it from a single server unasked.
+        Nodes of gradients whose ranks wait get it from a single server unasked.
         """
         if not self._is_here:
             # Those who wait for it are named in the order to make it.
@@ -276,7 +276,7 @@ class Publisher(Service):
             return
         # Before any rank can have this version, `newest_version` must return it.
         self.announce(version)
-        nodes = {self._node_of[rank] for rank in awaited_by} - set(self.nodes)
+        nodes = {self._node_of[each.rank] for each in awaited} - set(self.nodes)
         pushed = self._push(version, nodes)
         self.complete_here(version)
         self.tell(self.nodes, "published", version, nodes, pushed)
