@@ -29,7 +29,7 @@ from hpcaccum.summation import add_at_once
 from hpcaccum.worker_threads import run_elsewhere
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
 
     from hpcaccum.dtypes import Array
@@ -190,7 +190,8 @@ class NodeUpdate:
             # Too short to share.
             update = self._as_update(batch, copy, numbers)
             with np.errstate(all="ignore"):
-                self._work_on(self._chunks(0), update, self._workers[0][1])
+                for chunk in self._chunks(0):
+                    self._work_on_chunk(chunk, update, self._workers[0][1])
             return True
         number = self._announce(batch, numbers)
         if self._threads > 1:
@@ -241,7 +242,8 @@ class NodeUpdate:
                 slot[chunk] = values[: chunk.stop - chunk.start]
         scratch = self._new_scratch()
         with np.errstate(all="ignore"):
-            self._work_on(self._chunks(piece)[begun:], update, scratch)
+            for chunk in self._chunks(piece)[begun:]:
+                self._work_on_chunk(chunk, update, scratch)
 
     def _announce(self, batch: Batch, numbers: Sequence[float]) -> int:
         """Have ranks that wait work on an update; return its number."""
@@ -292,8 +294,8 @@ class NodeUpdate:
                 # Words of an update do not change before all pieces are complete.
                 if update is None or word >> _BITS != number:
                     number, update = word >> _BITS, self._announced()
-                chunks = self._saving(word & _PIECE, number, worker)
-                self._work_on(chunks, update, scratch)
+                for chunk in self._saving(word & _PIECE, number, worker):
+                    self._work_on_chunk(chunk, update, scratch)
                 words.fetch_add(_DONE, 1)
         words.store(busy, [0])
         self._workers.append((worker, scratch))
@@ -314,22 +316,19 @@ class NodeUpdate:
             yield chunk
         self._words.store(place, [tag | _ALL_DONE])
 
-    def _work_on(
-        self, chunks: Iterable[slice], update: _Update, scratch: Array
-    ) -> None:
-        for chunk in chunks:
-            value = self._center[chunk]
-            mean, products = scratch[:, : value.size]
-            gradients = [gradient[chunk] for gradient in update.gradients]
-            if len(gradients) == 1 and update.divisor == update.factor == 1:
-                mean = gradients[0]
-            else:
-                add_at_once(gradients, mean, update.divisor, update.factors, products)
-            if update.factor != 1:
-                np.multiply(mean, update.factor, mean)
-            slots = [slot[chunk] for slot in self._slots]
-            self._rule.update(value, mean, *slots, products, *update.numbers)
-            update.copy[chunk] = value
+    def _work_on_chunk(self, chunk: slice, update: _Update, scratch: Array) -> None:
+        value = self._center[chunk]
+        mean, products = scratch[:, : value.size]
+        gradients = [gradient[chunk] for gradient in update.gradients]
+        if len(gradients) == 1 and update.divisor == update.factor == 1:
+            mean = gradients[0]
+        else:
+            add_at_once(gradients, mean, update.divisor, update.factors, products)
+        if update.factor != 1:
+            np.multiply(mean, update.factor, mean)
+        slots = [slot[chunk] for slot in self._slots]
+        self._rule.update(value, mean, *slots, products, *update.numbers)
+        update.copy[chunk] = value
 
     def free(self) -> None:
         """Free the memory, which lives as long as views of it. Collective."""
