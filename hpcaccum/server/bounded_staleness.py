@@ -75,19 +75,6 @@ class BoundedStalenessInbox:
 
     Between nodes, the agent of the root's node admits a gradient, puts it in its place
     and counts it: a rank sends one message and waits for the answer.
-
-    Args:
-        group, what: The ranks; what messages begin with.
-        root: The rank that applies the gradients.
-        size, dtype: Of a gradient, a flat vector.
-        max_lag: Largest lag that is admitted, in steps; infinity admits all gradients.
-        workers: Number of ranks that submit, and may leave; all by default. If not
-            all, the root does not submit.
-        factors: Of gradients by their lag, the same on all ranks; all 1 by default.
-
-    Attributes:
-        membership: Which ranks have left.
-        parts: Where the gradients lie.
     """
 
     adds = needs_all = False
@@ -99,12 +86,11 @@ class BoundedStalenessInbox:
         size: int,
         dtype: Any,
         *,
-        max_lag: float = math.inf,
-        workers: int | None = None,
-        factors: Factors | None = None,
-        what: str = "gradients",
+        max_lag: float,
+        workers: int,
+        factors: Factors | None,
+        what: str,
     ) -> None:
-        workers = group.size if workers is None else workers
         self._rank, self._size, self._max_lag = group.rank, group.size, max_lag
         self._group, self._factors = group, factors
         # On the root, by step: gradients that are not applied. Once the rank of one has
@@ -167,10 +153,9 @@ class BoundedStalenessInbox:
     # A rank
 
     def buffer(self, known: int = 0) -> Array:
-        """Return the memory for this rank's next gradient; always the same.
+        """Return the memory for this rank's next gradient; waits for its last update.
 
-        Waits until the last one is applied, which a rank may not have waited for. If
-        this rank has the parameters of that step, ``known``, it asks nobody.
+        If this rank has the parameters of that step, ``known``, it asks nobody.
         """
         self._settle()
         step, root = self._submitted, self._words.root
@@ -186,10 +171,7 @@ class BoundedStalenessInbox:
             self._pinned = Pinned(self._buffer)
 
     def submit(self, local_step: int, weight: float = 1.0) -> Receipt:
-        """Submit the gradient in the buffer, unless it is stale.
-
-        If it is accepted, its update makes step ``receipt.global_step + 1``.
-        """
+        """Submit the gradient in the buffer, unless it is stale."""
         self.check_present()
         self._settle()
         try:
@@ -331,11 +313,7 @@ class BoundedStalenessInbox:
 
     @contextlib.contextmanager
     def next(self, step: int, deadline: Deadline) -> Iterator[Batch]:
-        """Wait for the gradient that makes step ``step + 1``; the root only.
-
-        Raises:
-            EverybodyLeftError: If all ranks have left and no gradient is left.
-        """
+        """Wait for the gradient that makes step ``step + 1``; the root only."""
         yield self._batch(self._wait_for(step, deadline), step)
         self.note_applied(step + 1)
 
@@ -370,11 +348,7 @@ class BoundedStalenessInbox:
         return self._found[step]
 
     def _find_final(self, step: int) -> Found | None:
-        """Return as `_find`, or that the gradient of a step is lost.
-
-        Raises:
-            EverybodyLeftError: If none can be admitted at this step.
-        """
+        """Return as `_find`, or that the gradient of a step is lost."""
         if (found := self._find(step)) is not None:
             return found
         if self._is_lost(step):
@@ -396,10 +370,7 @@ class BoundedStalenessInbox:
         )
 
     def _may_find(self, step: int) -> Callable[[], bool]:
-        """Return what finds out whether `_find_final` may return a gradient, or raise.
-
-        On the root's node it reads memory only.
-        """
+        """Return what finds out whether `_find_final` may return or raise."""
         words = self._place(step), self._members, _STEP
         place, changes, newest = map(self._words.watch, words)
         all_left, lost = self.membership.all_left, self.membership.lost

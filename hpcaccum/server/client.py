@@ -261,9 +261,7 @@ class Client(Freeable):
     ) -> Receipt:
         """Submit gradients, by name, with a weight. Variables may be missing.
 
-        Returns:
-            Whether they were accepted. If so, their update makes step
-            ``receipt.global_step + 1``.
+        If they are accepted, their update makes step ``receipt.global_step + 1``.
         """
         self._wire.write_gradients(
             grads,

@@ -36,14 +36,11 @@ if TYPE_CHECKING:
 class Loop:
     """Takes gradients and makes an update of each batch, until all ranks have left.
 
-    In a thread of its own, or in the thread that calls `run`.
-
-    The ``lock`` is held during each update.
-
-    Attributes:
-        after_update: Called with the step after each update, before the next one.
+    In a thread of its own, or in the thread that calls `run`. The ``lock`` is held
+    during each update.
     """
 
+    # Called with the step after each update, before the next one.
     after_update: Callable[[int], object] | None = None
     _thread: threading.Thread | None = None
     # Whether an update has begun to change the center and not ended.
@@ -96,11 +93,7 @@ class Loop:
         self._thread.start()
 
     def end(self, deadline: Deadline) -> None:
-        """Wait until the thread has ended, if there is one; all ranks have left by now.
-
-        Raises:
-            WaitTimeoutError: If its last updates take too long.
-        """
+        """Wait until the thread has ended, if there is one; all ranks have left."""
 
         def missing() -> str:
             lacks, step = self._inbox.awaited(self._step), self._step

@@ -100,12 +100,7 @@ class _Update(NamedTuple):
 class NodeUpdate:
     """The center and its slots in memory of the node, and their updates. Collective.
 
-    Args:
-        group, root: The ranks, on one node, and the one that begins updates.
-        rule: Makes them; equal on all ranks.
-        layout: Of the parameters, all of its dtype.
-        parts: Where gradients lie, in the same dtype.
-        copies: Where ranks read the parameters.
+    Variables, gradients in ``parts`` and parameters in ``copies`` are of one dtype.
     """
 
     def __init__(

@@ -153,9 +153,8 @@ def check_nodes(servers: Sequence[int] | None, group: Group) -> None:
 def spread(host: int, group: Group, nbytes: int, *, divisible: bool) -> tuple[int, ...]:
     """Return the servers for "auto". Collective.
 
-    Returns:
-        The host, and the first rank of each other node if the variables are large, and
-        ``divisible``: a server can update any elements of them.
+    The host, and the first rank of each other node if the variables are large, and
+    ``divisible``: a server can update any elements of them.
     """
     if nbytes < LARGE or not divisible:
         return (host,)

@@ -67,15 +67,11 @@ def cut(layout: Layout, count: int, *, elementwise: bool) -> list[slice]:
 class Part:
     """The part of one of several servers: some variables, or some elements of each.
 
-    Args:
-        wire: Of all variables.
-        part: Of the vector of parameters.
-        elementwise: Whether a part may begin within a variable. Its arrays are vectors
-            then, one for each variable, of which some may be empty. If not, it has
-            whole variables.
+    If ``elementwise``, it may begin within a variable. Its arrays are vectors then, one
+    for each variable, of which some may be empty.
 
     Attributes:
-        part: As given; also of the vector of gradients.
+        part: Of the vector of parameters, and of that of gradients.
         within: Which elements it has of each of its variables.
         ranges: Of the vector of gradients: the part, and the numbers that say which
             of its gradients are present.
@@ -117,15 +113,8 @@ class Part:
 class Center:
     """The center, or the part of it that one of several servers has.
 
-    Args:
-        wire: How its variables lie in flat vectors.
-        copier: Copies parameters to such vectors.
-        copies: These vectors.
-        arrays: Name to array.
-        threads: To use for sums.
-
-    Attributes:
-        arrays: As given.
+    The ``copier`` copies its ``arrays`` to ``copies``, ``wire`` is their format;
+    ``threads`` compute sums.
     """
 
     def __init__(

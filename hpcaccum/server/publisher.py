@@ -71,9 +71,8 @@ _NONE = -1
 class Change:
     """Changes of memory of a node, which one thread makes and all its ranks wait for.
 
-    Args:
-        made_here: Whether a thread of this rank makes them. Its other threads then
-            block: if they polled, they would take the interpreter from it.
+    If it is ``made_here``, by a thread of this rank, its other threads block: if they
+    polled, they would take the interpreter from it.
     """
 
     def __init__(self, *, made_here: bool) -> None:

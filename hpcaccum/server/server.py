@@ -52,12 +52,6 @@ class ParameterServer(Client):
 
     Attributes:
         only_serves: Whether this rank serves and does not train.
-
-    Raises:
-        InvalidArgumentError: On every rank, if MPI provides no THREAD_MULTIPLE and the
-            root is not dedicated, or there are several nodes or servers; or ``step`` is
-            negative or too large.
-        DisagreementError: On every rank, if ``step`` or ``tally`` differ.
     """
 
     def __init__(self, setup: ServerSetup) -> None:

@@ -43,15 +43,11 @@ class WireFormat:
     mean of such vectors, that number is the share of gradients that are present, with
     their weights.
 
-    The gradients of sparse variables are rows, which follow these numbers.
-
-    Args:
-        parameters: Layout of a vector of parameters.
-        dtypes: Dtypes of the variables, by name.
-        capacities: Name of each sparse variable to the maximum number of rows of its
-            gradients in a vector.
+    The gradients of sparse variables are rows, which follow these numbers;
+    ``capacities`` are the maximum numbers of these rows, by name.
 
     Attributes:
+        parameters: Layout of a vector of parameters.
         gradients: Layout of a vector of gradients, without its rows; begins like that
             of the parameters if no variable is sparse.
         present: The place of the numbers in a vector of gradients.
