@@ -225,8 +225,7 @@ class AGNOptimizer(LocalSteps):
                     f"{self.get_name()}, which has {sorted(self._getter.variables)}"
                 )
 
-    def _check_known(self, variables: Iterable[Variable]) -> None:
-        variables = list(variables)
+    def _check_known(self, variables: Sequence[Variable]) -> None:
         self._check_registered(variables)
         super()._check_known(variables)
 

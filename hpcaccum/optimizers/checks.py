@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 
 from hpcaccum.arguments import gradient_array, positive_weight
 from hpcaccum.device import is_device
+from hpcaccum.dtypes import FLOATS
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.slices import Gradient, check_slices
 from hpcaccum.optimizers.start import signature
@@ -88,9 +89,9 @@ def check_gradient(grad: Any, variable: Variable) -> Gradient:
 
     It is neither copied nor converted to another dtype.
     """
-    value = variable.value
+    value = variable._value
     dtype, shape = value.dtype, value.shape
-    if not is_float(dtype):
+    if dtype not in FLOATS:
         raise InvalidArgumentError(
             f"{variable.name!r} is of {dtype} and cannot be trained"
         )

@@ -401,7 +401,8 @@ class FlatRule:
         self._rule = rule
         # Names to initial values.
         self.slots: Mapping[str, float] = rule._slots()
-        self.update = rule._update
+        # Of single variables, at the learning rate of the host if given; of pieces.
+        self.apply, self.update = rule._apply_at, rule._update
         # On the rank that counts updates.
         self._states: Sequence[State] = ()
 
@@ -431,10 +432,6 @@ class FlatRule:
         """Return the learning rate now; None if it depends on the updates so far."""
         rate = self._rule._rate
         return None if rate.takes_step else rate.at(lambda: 0)
-
-    def apply(self, rate: float | None, grads: Given) -> None:
-        """Update variables one by one, at the learning rate of the host if given."""
-        self._rule._apply_at(rate, grads)
 
     def count(self) -> None:
         """Count an update of all variables; the first makes their state visible."""

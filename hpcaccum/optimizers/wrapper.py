@@ -33,7 +33,7 @@ from hpcaccum.optimizers.snapshot import counts_of
 from hpcaccum.optimizers.variable import Variable, check_name, counter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from hpcaccum.accumulator import Receipt, Tally
     from hpcaccum.dtypes import Array
@@ -112,6 +112,7 @@ class Wrapper(Freeable, Optimizer):
         self._in_call = threading.RLock()
         # Arrays of the variables, by name; empty before `initialize`.
         self._values: dict[str, Array] = {}
+        self._known: frozenset[Variable] = frozenset()
         self._begin_at(0)
         # Gradients of this rank that were dropped one after the other.
         self._dropped, self._warned = 0, False
@@ -233,10 +234,12 @@ class Wrapper(Freeable, Optimizer):
     def _start(self, variables: list[Variable]) -> None:
         Optimizer.initialize(self, variables)
         self._values = {var.name: var.value for var in variables}
+        self._known = frozenset(variables)
 
-    def _check_known(self, variables: Iterable[Variable]) -> None:
+    def _check_known(self, variables: Sequence[Variable]) -> None:
         """Raise InvalidArgumentError unless it was initialized with these variables."""
-        for var in variables:
+        # Others may have the same arrays.
+        for var in () if self._known.issuperset(variables) else variables:
             if self._values.get(var.name) is not var.value:
                 raise InvalidArgumentError(
                     f"{self.get_name()}: the optimizer was initialized without this "

@@ -4,8 +4,8 @@ A `ParameterServer` is one object on every rank: a client, and on servers a loop
 root is the rank that decides what makes each update; users call it the host.
 
 gradients: A rank writes its gradient as one vector (`wire_format`) and submits it to an
-    `Inbox`, of which there are two: `QuorumInbox` and `BoundedStalenessInbox`. Late
-    gradients may have a factor (`lateness`).
+    `Inbox` (`options`), of which there are two: `QuorumInbox` and
+    `BoundedStalenessInbox`. Late gradients may have a factor (`lateness`).
 updates: A server runs an `UpdateLoop`, which updates what the server has of the center:
     all of it, or a `part`. On one node, `node_update` divides an update among the ranks
     that wait.
@@ -21,10 +21,11 @@ Imports `accumulator`, `nodes`, `rows`, `mpi`, `device` and the modules below th
 from __future__ import annotations
 
 from hpcaccum.server.bounded_staleness import BoundedStalenessInbox
-from hpcaccum.server.inbox import Inbox, MakeInbox
 from hpcaccum.server.lateness import Factors, Lateness, factors_of
 from hpcaccum.server.options import (
     LARGE,
+    Inbox,
+    MakeInbox,
     ServerOptions,
     Servers,
     ServerSetup,

@@ -31,7 +31,6 @@ from hpcaccum.spans import traced
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from hpcaccum.accumulator import Tally
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import Call
@@ -108,7 +107,7 @@ class BoundedStalenessInbox:
         self.membership = Membership(
             self._words, self._members, group.rank, group.size, workers
         )
-        self._counters = Counters(self._words, counters, group.size)
+        self.counters = Counters(self._words, counters, group.size)
         self._count, self._dtype, self._what = size, np.dtype(dtype), what
         with contextlib.ExitStack() as undo:
             undo.callback(self._words.free)
@@ -172,7 +171,7 @@ class BoundedStalenessInbox:
 
     def submit(self, local_step: int, weight: float = 1.0) -> Receipt:
         """Submit the gradient in the buffer, unless it is stale."""
-        self.check_present()
+        self.membership.check_present("apply")
         self._settle()
         try:
             return self._submit(local_step)
@@ -203,7 +202,7 @@ class BoundedStalenessInbox:
                 self.parts.keep(Place(rank, 0), contents)
                 whose |= _COPIED
         # First: a gradient that was applied is in the counts.
-        self._counters.count(rank, receipt.accepted, receipt.lag)
+        self.counters.count(rank, receipt.accepted, receipt.lag)
         if receipt:
             # The store of the word orders it after all stores to the buffer.
             self.put(receipt, whose)
@@ -227,10 +226,6 @@ class BoundedStalenessInbox:
         if self._unanswered is not None:
             self._answer()
 
-    def check_present(self) -> None:
-        """Raise InvalidArgumentError if this rank has left."""
-        self.membership.check_present("submit")
-
     def useful(self, step: int) -> int:
         """Return the least step whose parameters are worth computing with at a step.
 
@@ -238,14 +233,6 @@ class BoundedStalenessInbox:
         """
         lag = max(self._max_lag, 0)
         return 0 if math.isinf(lag) else step - int(lag)
-
-    def count_nonfinite(self) -> None:
-        """Count a gradient of this rank that is not finite, and was not submitted."""
-        self._counters.count_nonfinite(self._rank)
-
-    def tally(self) -> Tally:
-        """Return the gradients accepted and dropped so far, of all ranks."""
-        return self._counters.tally()
 
     def awaited(self, step: int) -> str | None:
         """Return which ranks a step waits for; None if its gradient has arrived."""

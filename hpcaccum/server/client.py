@@ -282,11 +282,11 @@ class Client(Freeable):
 
     def check_present(self) -> None:
         """Raise InvalidArgumentError if this rank has left."""
-        self._inbox.check_present()
+        self._inbox.membership.check_present("apply")
 
     def drop(self, local_step: int) -> Receipt:
         """Count a gradient that is not finite; return its receipt."""
-        self._inbox.count_nonfinite()
+        self._inbox.counters.count_nonfinite(self._group.rank)
         return Receipt(False, local_step, self.step, nonfinite=True)
 
     def useful(self, step: int) -> int:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from hpcaccum.accumulator import Batch
     from hpcaccum.dtypes import Array
-    from hpcaccum.server.inbox import Inbox
     from hpcaccum.server.node_update import NodeUpdate
+    from hpcaccum.server.options import Inbox
     from hpcaccum.server.orders import Orders
     from hpcaccum.server.part import Center
     from hpcaccum.server.publisher import Publisher

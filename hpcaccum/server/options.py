@@ -1,4 +1,17 @@
-"""What a server is made of: which ranks hold the center, and other options."""
+"""What a server is made of: which ranks hold the center, its inbox, other options.
+
+An inbox is where a server takes its gradients from, a policy of admission.
+`QuorumInbox` passes on the gradients of a quorum together, `BoundedStalenessInbox` each
+gradient separately. Another one has the same methods and attributes:
+
+``adds``: Whether the gradients of several ranks are added. The parameters of an update
+    are then sent to their nodes unasked.
+``needs_all``: Whether each rank that has not left gives one gradient of each update, so
+    that none is made without it.
+``next``: Its block reads gradients, or none if all of them were given up. At the
+    end, their ranks may write new ones. If it raises, the next call gives the same
+    gradients again, without those on a node that is lost.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +19,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from hpcaccum.arguments import check_wire_dtype, positive_count, rank_number
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import MPI
+from hpcaccum.rows import RowPlace
+from hpcaccum.server.bounded_staleness import BoundedStalenessInbox
+from hpcaccum.server.quorum import QuorumInbox
 
 if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
@@ -16,8 +34,12 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator import Tally
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
-    from hpcaccum.server.inbox import MakeInbox
     from hpcaccum.server.node_update import ElementwiseRule
+
+Inbox = QuorumInbox | BoundedStalenessInbox
+# Makes an inbox, given the size and the dtype of a gradient, and the places of rows in
+# it.
+MakeInbox = Callable[[int, np.dtype[Any], Sequence[RowPlace]], Inbox]
 
 # What `servers=` accepts.
 Servers = Literal["auto"] | int | Sequence[int] | None

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import Place, Steps
-    from hpcaccum.server.inbox import Inbox
-    from hpcaccum.server.options import ServerSetup
+    from hpcaccum.server.options import Inbox, ServerSetup
     from hpcaccum.server.part import Part
     from hpcaccum.server.publisher import Publisher
 

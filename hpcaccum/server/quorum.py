@@ -59,6 +59,7 @@ class QuorumInbox(SharedAccumulator):
         assert isinstance(self.storage, Buffers)
         self._buffers, self.parts = self.storage, self.storage.parts
         self.membership = self.protocol.membership
+        self.counters = self.protocol.counters
         self._quorum, self.needs_all = quorum, quorum == workers
         self._buffer: Array | None = None
 
@@ -70,10 +71,6 @@ class QuorumInbox(SharedAccumulator):
     def set_global_step(self, step: int) -> None:
         """Set the step."""
         self.protocol.set_step(step)
-
-    def check_present(self) -> None:
-        """Raise InvalidArgumentError if this rank has left."""
-        self.membership.check_present("apply")
 
     def pin(self) -> None:
         """Pin this rank's buffers, so that the CUDA device copies to them directly."""
@@ -92,10 +89,6 @@ class QuorumInbox(SharedAccumulator):
         """Submit the gradient in the buffer, unless it is stale."""
         assert self._buffer is not None
         return self.writer.submit(self._buffer, local_step, weight)
-
-    def count_nonfinite(self) -> None:
-        """Count a gradient of this rank that is not finite, and was not submitted."""
-        self.protocol.counters.count_nonfinite(self.group.rank)
 
     def useful(self, step: int) -> int:
         """Return the least step whose parameters are worth computing with at a step."""

@@ -317,7 +317,7 @@ class ParameterServer(Client):
         """Return the gradients accepted and dropped so far, of all ranks."""
         if self._final is not None:
             return self._final.tally
-        tally, earlier = self._inbox.tally(), self._setup.tally
+        tally, earlier = self._inbox.counters.tally(), self._setup.tally
         return tally if earlier is None else earlier + tally
 
     # The end
