@@ -48,6 +48,7 @@ from hpcaccum.server import (
     BoundedStalenessInbox,
     QuorumInbox,
     ServerOptions,
+    ServerSetup,
     check_nodes,
     spread,
 )
@@ -222,27 +223,28 @@ class OneSidedOptimizer(Wrapper):
             nbytes = sum(var.value.nbytes for var in variables)
             divisible = self.outer.elementwise and not any(v.sparse for v in variables)
             servers = spread(self._root, self._group, nbytes, divisible=divisible)
-        least = self._options["min_workers"]
-        place = dataclasses.replace(self._place, servers=servers, min_workers=least)
-        self._place = place
+        place = self._place = dataclasses.replace(self._place, servers=servers)
         if self._group.rank == 0:
             warn_of_wider(self.get_name(), variables)
             logger.info("%r", self)
         # Without slots: it computes gradients of these, but updates the center's.
         Optimizer.initialize(self.inner, variables)
-        for number, fragment in enumerate(fragments_of(variables, self._fragments)):
-            what = self.get_name() + f", fragment {number}" * (self._fragments > 1)
-            served = Served(
+        count, begins = self._fragments, divided(counts, self._fragments)
+        for number, fragment in enumerate(fragments_of(variables, count)):
+            outer = self._outer_of(fragment)
+            setup = ServerSetup(
                 self._group,
-                fragment,
-                self._outer_of(fragment),
-                functools.partial(self._make_inbox, what),
+                {var.name: var.value for var in fragment},
+                self._make_inbox,
                 place,
-                what,
+                self.get_name() + f", fragment {number}" * (count > 1),
+                outer.elementwise,
                 capacities(fragment, self._share),
-                divided(counts, self._fragments)[number],
-                others=self._served,
+                **begins[number],
             )
+            served = Served(setup, outer)
+            for earlier in self._served:
+                earlier.server.leave_with(served.server)
             self._served = (*self._served, served)
             served.start(self._call("initialize"), states)
         # No rank may train before all have the same variables.
@@ -389,8 +391,7 @@ class OneSidedOptimizer(Wrapper):
         served = self._training()
         self._check_known(variables)
         served[0].server.check_present()
-        drops = self._drops(pairs)
-        receipt = self._drop() if drops else self._send(pairs, weight)
+        receipt = self._drop() if self._drops(pairs) else self._send(pairs, weight)
         if receipt.sent:
             if counter is not None:
                 counter.value[...] = sum([each.step for each in served])
@@ -445,9 +446,8 @@ class OneSidedOptimizer(Wrapper):
             self._end_server()
         if host:
             set_values(variables, snapshot)
-        self._start_server(
-            variables, counts[self._root], snapshot["state"] if host else {}
-        )
+        states = snapshot["state"] if host else {}
+        self._start_server(variables, counts[self._root], states)
 
     @one_thread
     def assign(self) -> None:

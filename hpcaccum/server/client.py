@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from hpcaccum.dtypes import Array
     from hpcaccum.rows import Rows
+    from hpcaccum.server.node_update import ElementwiseRule
     from hpcaccum.server.options import ServerSetup
 
 
@@ -46,7 +47,7 @@ class Client(Freeable):
         rounds: Whether what is sent to other nodes is rounded.
     """
 
-    def __init__(self, setup: ServerSetup) -> None:
+    def __init__(self, setup: ServerSetup, rule: ElementwiseRule | None) -> None:
         self._setup, self._group, self._what = setup, setup.group, setup.what
         self._servers = servers = setup.options.ranks
         self._root, self.in_parts = servers[0], len(servers) > 1
@@ -61,7 +62,8 @@ class Client(Freeable):
             narrow = np.dtype(setup.options.wire_dtype)
         self.rounds = narrow is not None
         with contextlib.ExitStack() as undo:
-            self._inbox = setup.make_inbox(wire.size, wire.gradients.dtype, wire.rows)
+            of = wire.size, wire.gradients.dtype, wire.rows
+            self._inbox = setup.make_inbox(setup.what, *of)
             undo.callback(self._inbox.free)
             if narrow is not None:
                 dtype, end = wire.gradients.dtype, wire.present.start
@@ -82,7 +84,7 @@ class Client(Freeable):
             if parts:
                 self._orders = Orders(setup, parts, self._inbox, self._publisher)
                 undo.callback(self._orders.free)
-            self._node_update = self._make_node_update()
+            self._node_update = self._make_node_update(rule)
             undo.pop_all()
         # Held by the updates of this rank, if it makes any.
         self._update_lock = UpdateLock(setup.what)
@@ -106,9 +108,9 @@ class Client(Freeable):
         made = *parts_made, self._publisher, self._copier
         self._to_free = [each.free for each in made if each is not None]
 
-    def _make_node_update(self) -> NodeUpdate | None:
+    def _make_node_update(self, rule: ElementwiseRule | None) -> NodeUpdate | None:
         """Return how ranks share the work of updates, None if they cannot."""
-        layout, rule = self._wire.parameters, self._setup.rule
+        layout = self._wire.parameters
         alike = all(dtype == layout.dtype for dtype in self._wire.dtypes.values())
         one_vector = alike and not self._wire.rows
         if rule is None or not self._group.single_node or not one_vector:

@@ -34,12 +34,11 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator import Tally
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
-    from hpcaccum.server.node_update import ElementwiseRule
 
 Inbox = QuorumInbox | BoundedStalenessInbox
-# Makes an inbox, given the size and the dtype of a gradient, and the places of rows in
-# it.
-MakeInbox = Callable[[int, np.dtype[Any], Sequence[RowPlace]], Inbox]
+# Makes an inbox, given the name for messages, the size and the dtype of a gradient, and
+# the places of rows in it.
+MakeInbox = Callable[[str, int, np.dtype[Any], Sequence[RowPlace]], Inbox]
 
 # What `servers=` accepts.
 Servers = Literal["auto"] | int | Sequence[int] | None
@@ -93,15 +92,11 @@ class ServerSetup:
         group: The ranks.
         initial: Name to array, the same names and shapes on all ranks; the center
             starts with the root's.
-        make_inbox: Makes the inbox, given the size and the dtype of a flat gradient,
-            and the places of rows in it.
+        make_inbox: See `MakeInbox`.
         options: Of the optimizer, with the ranks that hold parts of the center and
             update them, each on another node. The first, the root, decides what makes
             each update. Dedicated servers must call `serve`.
         what: Name for messages.
-        rule: Makes the updates of all variables if they are alike; equal on all ranks.
-        finish: Called by `free` on every rank, after the last update, while pulls are
-            still possible.
         elementwise: Whether a part of the center may begin within a variable.
         capacities: Name of each sparse variable to the maximum number of rows of the
             gradients of a rank in one update. There is one server then.
@@ -114,8 +109,6 @@ class ServerSetup:
     make_inbox: MakeInbox
     options: ServerOptions
     what: str
-    rule: ElementwiseRule | None
-    finish: Callable[[], None]
     elementwise: bool
     capacities: Mapping[str, int]
     step: int = 0
