@@ -422,7 +422,7 @@ class FlatRule:
 
     def numbers(self) -> tuple[float, ...] | None:
         """Return the numbers of the next update; None if they differ by variable."""
-        earlier = {state.updates for state in self._states}
+        earlier = {state.counter[()] for state in self._states}
         if len(earlier) != 1:
             return None
         step = earlier.pop()
@@ -436,7 +436,7 @@ class FlatRule:
     def count(self) -> None:
         """Count an update of all variables; the first makes their state visible."""
         for state in self._states:
-            state.count()
+            state.counter[()] += 1
 
 
 def flat_rule(optimizer: Optimizer) -> FlatRule | None:
