@@ -9,7 +9,7 @@ import numpy as np
 
 from hpcaccum.accumulator import Receipt
 from hpcaccum.arguments import integer, positive_count
-from hpcaccum.device import all_on_device, copyto, cupy, library, release
+from hpcaccum.device import copyto, cupy, library, release
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.base import KeptState, Optimizer
@@ -106,7 +106,7 @@ class LocalSteps(OneSidedOptimizer):
 
     def _places(self, served: Served) -> Mapping[str, Array]:
         """Return arrays for the next push: this rank's buffer, or device memory."""
-        if not all_on_device("variables", served.values.values()):
+        if not served.server.on_device:
             return served.server.gradient_arrays()
         for name, value in served.values.items():
             if name not in self._on_device:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.arguments import wire_format
-from hpcaccum.device import all_on_device
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import group_of
@@ -309,10 +308,10 @@ class OneSidedOptimizer(Wrapper):
         Raises:
             InvalidArgumentError: Before `initialize`, or on a dedicated server.
         """
-        served = self._training()[0]
-        if all_on_device("variables", self._values.values()):
+        server = self._training()[0].server
+        if server.on_device:
             return Optimizer.gradient_arrays(self)
-        return served.server.gradient_arrays()
+        return server.gradient_arrays()
 
     def _prepare(self, var_list: Variables | None) -> Variables | None:
         """Initialize if necessary; return the variables to compute gradients of."""

@@ -259,21 +259,14 @@ class BoundedStalenessInbox:
 
     def admit(self, rank: int, local_step: int) -> Receipt:
         """Admit a gradient of a rank, unless it is stale. `end_intent` comes later."""
-        step = self.global_step
-        if self._max_lag == math.inf:
+        step, factor = self.global_step, 1.0
+        if accepted := self._max_lag == math.inf:
             self._set_intent(rank, 1 + step)
             step = self._words.fetch_add(_STEP, 1)
-            return self._receipt(True, local_step, step)
-        while admits(step, local_step, self._max_lag):
+        while not accepted and admits(step, local_step, self._max_lag):
             self._set_intent(rank, 1 + step)
             found = self._words.compare_and_swap(_STEP, step, step + 1)
-            if found == step:
-                return self._receipt(True, local_step, step)
-            step = found
-        return self._receipt(False, local_step, step)
-
-    def _receipt(self, accepted: bool, local_step: int, step: int) -> Receipt:
-        factor = 1.0
+            accepted, step = found == step, found
         if accepted and self._factors is not None:
             factor = self._factors(step - local_step)
         return Receipt(accepted, local_step, step, factor=factor)

@@ -45,6 +45,7 @@ class Client(Freeable):
         in_parts: Whether several servers hold parts of the center.
         waited: Seconds that this rank has waited in `push` and `pull`.
         rounds: Whether what is sent to other nodes is rounded.
+        on_device: Whether the variables, and so their gradients, are on the device.
     """
 
     def __init__(self, setup: ServerSetup, rule: ElementwiseRule | None) -> None:
@@ -53,8 +54,7 @@ class Client(Freeable):
         self._root, self.in_parts = servers[0], len(servers) > 1
         self.is_root = setup.group.rank == self._root
         self.is_server = setup.group.rank in servers
-        # Gradients lie where their variables do.
-        self._on_device = all_on_device(setup.what, setup.initial.values())
+        self.on_device = all_on_device(setup.what, setup.initial.values())
         wire = self._wire = WireFormat.of(setup.initial, setup.capacities)
         # A short vector is part of another message.
         nbytes, narrow = wire.size * wire.gradients.dtype.itemsize, None
@@ -156,7 +156,7 @@ class Client(Freeable):
         if known != self._pulled:
             since = {}
         least = max(version_of(at_least), self._assigned)
-        self._pulled, has = self._copy(into, least, since, self._on_device)
+        self._pulled, has = self._copy(into, least, since, self.on_device)
         self._has.update(has)
         return self._pulled
 
@@ -269,7 +269,7 @@ class Client(Freeable):
             grads,
             self._buffer(),
             clear=self._inbox.adds,
-            send=self._send if self._on_device else None,
+            send=self._send if self.on_device else None,
         )
         # Before: a gradient that was admitted keeps its buffer, also if this raises.
         self._lent = None
