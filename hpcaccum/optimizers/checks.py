@@ -185,18 +185,14 @@ def _pair(item: Any, index: int) -> tuple[Any, Variable]:
 # What a loss is and returns
 
 
-def check_loss(loss: Any) -> Loss:
-    """Return a loss; raise TypeError unless it is callable."""
+def call_loss(loss: Any, variables: list[Variable]) -> list[Any]:
+    """Return the gradients that a loss returns, in the order of the variables."""
     if not callable(loss):
         raise TypeError(
             "loss must be callable without arguments and return (value, gradients), "
             f"got {type(loss).__name__}"
         )
-    return loss  # type: ignore[no-any-return]
-
-
-def check_loss_result(result: Any, variables: list[Variable]) -> list[Any]:
-    """Return the gradients that a loss returned, in the order of the variables."""
+    result = loss()
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(
             f"loss must return (value, gradients), got {type(result).__name__}"

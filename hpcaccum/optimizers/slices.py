@@ -40,18 +40,14 @@ def check_slices(grad: IndexedSlices, variable: Variable) -> IndexedSlices:
             f"gradient of {name!r} must have dense_shape {shape}, got "
             f"{grad.dense_shape}"
         )
-    grad = _in_cpu_memory(grad)
+    if grad.on_device:
+        values, indices = to_host(grad.values), to_host(grad.indices)
+        grad = IndexedSlices(values, indices, grad.dense_shape)
     try:
         check_indices(grad.indices, shape[0])
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"gradient of {name!r}: {error}") from None
     return grad
-
-
-def _in_cpu_memory(grad: IndexedSlices) -> IndexedSlices:
-    if not grad.on_device:
-        return grad
-    return IndexedSlices(to_host(grad.values), to_host(grad.indices), grad.dense_shape)
 
 
 def exchanged(pairs: Sequence[tuple[Gradient | None, Variable]]) -> dict[str, Any]:

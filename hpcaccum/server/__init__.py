@@ -35,7 +35,6 @@ from hpcaccum.server.options import (
 from hpcaccum.server.part import joined
 from hpcaccum.server.quorum import QuorumInbox
 from hpcaccum.server.server import ParameterServer, ServerState, check_first_step
-from hpcaccum.server.wire_format import gradients_by_name
 
 __all__ = [
     "LARGE",
@@ -53,7 +52,6 @@ __all__ = [
     "check_first_step",
     "check_nodes",
     "factors_of",
-    "gradients_by_name",
     "joined",
     "spread",
 ]

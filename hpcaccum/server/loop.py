@@ -166,7 +166,7 @@ class UpdateLoop(Loop):
 
     def _update_together(self, batch: Any, flat: Array) -> bool:
         """Update the center and write it to a vector, if all ranks can help."""
-        if self._node_update is None or not self.center.is_complete(batch):
+        if self._node_update is None or not self.center.wire.is_complete(batch):
             return False
         self._broken = True
         # All gradients are here: only ranks that work on it are waited for.

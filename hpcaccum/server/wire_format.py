@@ -182,10 +182,3 @@ def _copy_gradients(
             away[name] = array.copy()
     for name, array in away.items():
         copy_quietly(places[name], array)
-
-
-def gradients_by_name(
-    pairs: Sequence[tuple[Any, Any]],
-) -> dict[str, Array]:
-    """Return the gradients that are not None, by the name of their variable."""
-    return {var.name: grad for grad, var in pairs if grad is not None}
