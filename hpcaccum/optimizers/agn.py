@@ -183,7 +183,7 @@ class AGNOptimizer(LocalSteps):
             min_workers,
             wire_dtype,
         )
-        super().__init__(optimizer, None, name, check, place)
+        super().__init__(optimizer, name, check, place)
         self._getter = custom_getter
         self._share = self._period = self._options["communication_period"]
         # Names of the variables whose sum is an array that is not zero.
