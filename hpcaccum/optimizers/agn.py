@@ -16,7 +16,7 @@ from hpcaccum.optimizers.local_steps import LocalSteps
 from hpcaccum.optimizers.slices import add_slices, apart, copied_rows
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.rows import IndexedSlices, Rows, merged
-from hpcaccum.server import ServerOptions, gradients_by_name
+from hpcaccum.server import ServerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -183,7 +183,7 @@ class AGNOptimizer(LocalSteps):
             min_workers,
             wire_dtype,
         )
-        super().__init__(optimizer, None, name, check, place)
+        super().__init__(optimizer, name, check, place)
         self._getter = custom_getter
         self._share = self._period = self._options["communication_period"]
         # Names of the variables whose sum is an array that is not zero.
@@ -225,8 +225,7 @@ class AGNOptimizer(LocalSteps):
                     f"{self.get_name()}, which has {sorted(self._getter.variables)}"
                 )
 
-    def _check_known(self, variables: Iterable[Variable]) -> None:
-        variables = list(variables)
+    def _check_known(self, variables: Sequence[Variable]) -> None:
         self._check_registered(variables)
         super()._check_known(variables)
 
@@ -237,7 +236,8 @@ class AGNOptimizer(LocalSteps):
     def _step_locally(self, pairs: Pairs) -> None:
         rows = copied_rows(pairs, self._rows.dtype)
         self._rows.check(rows)
-        grads = {n: g for n, g in gradients_by_name(pairs).items() if n not in rows}
+        given = [(grad, var.name) for grad, var in pairs if grad is not None]
+        grads = {name: grad for grad, name in given if name not in rows}
         # The sums need them as they are now.
         arrays = apart(list(grads.values()), [var.value for _, var in pairs])
         self.inner.apply_gradients(pairs)

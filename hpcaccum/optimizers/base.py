@@ -19,12 +19,11 @@ from hpcaccum.optimizers.checks import (
     Pairs,
     PairsLike,
     Variables,
+    call_loss,
     check_gate,
     check_global_step,
     check_grad_loss,
     check_gradient,
-    check_loss,
-    check_loss_result,
     check_variables,
 )
 from hpcaccum.optimizers.slices import Gradient
@@ -133,7 +132,7 @@ class Optimizer(abc.ABC):
         if self._variables is None:
             self.initialize(variables)
         factor = check_grad_loss(grad_loss)
-        grads = check_loss_result(check_loss(loss)(), variables)
+        grads = call_loss(loss, variables)
         pairs: Pairs = []
         for grad, variable in zip(grads, variables, strict=True):
             checked = None if grad is None else check_gradient(grad, variable)

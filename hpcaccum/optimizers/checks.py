@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numbers
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from numpy.typing import ArrayLike
 
 from hpcaccum.arguments import gradient_array, positive_weight
 from hpcaccum.device import is_device
+from hpcaccum.dtypes import FLOATS
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.slices import Gradient, check_slices
 from hpcaccum.optimizers.start import signature
@@ -86,9 +89,9 @@ def check_gradient(grad: Any, variable: Variable) -> Gradient:
 
     It is neither copied nor converted to another dtype.
     """
-    value = variable.value
+    value = variable._value
     dtype, shape = value.dtype, value.shape
-    if not is_float(dtype):
+    if dtype not in FLOATS:
         raise InvalidArgumentError(
             f"{variable.name!r} is of {dtype} and cannot be trained"
         )
@@ -140,15 +143,17 @@ def as_pairs(grads_and_vars: PairsLike) -> list[tuple[Any, Variable]]:
             f"got {type(grads_and_vars).__name__}"
         )
     pairs: list[Any] = list(grads_and_vars)
-    if not _are_pairs(pairs):
-        pairs = [_pair(item, i) for i, item in enumerate(pairs)]
     if not pairs:
         raise InvalidArgumentError("no variables provided")
-    names = (variable.name for _, variable in pairs)
-    if len({variable for _, variable in pairs}) < len(pairs):
-        raise InvalidArgumentError(f"a variable is given twice in {list(names)}")
-    if all(grad is None for grad, _ in pairs):
-        text = f"no gradients provided for any variable: {list(names)}"
+    if not _are_pairs(pairs):
+        pairs = [_pair(item, i) for i, item in enumerate(pairs)]
+    grads, variables = zip(*pairs, strict=True)
+    if len(set(variables)) < len(pairs):
+        names = [variable.name for variable in variables]
+        raise InvalidArgumentError(f"a variable is given twice in {names}")
+    if set(map(type, grads)) == {NoneType}:
+        names = [variable.name for variable in variables]
+        text = f"no gradients provided for any variable: {names}"
         raise InvalidArgumentError(text)
     return pairs
 
@@ -159,7 +164,7 @@ def _are_pairs(items: list[Any]) -> bool:
     return (
         set(map(type, items)) == {tuple}
         and set(map(len, items)) == {2}
-        and {type(item[1]) for item in items} == {Variable}
+        and set(map(type, map(operator.itemgetter(1), items))) == {Variable}
     )
 
 
@@ -180,18 +185,14 @@ def _pair(item: Any, index: int) -> tuple[Any, Variable]:
 # What a loss is and returns
 
 
-def check_loss(loss: Any) -> Loss:
-    """Return a loss; raise TypeError unless it is callable."""
+def call_loss(loss: Any, variables: list[Variable]) -> list[Any]:
+    """Return the gradients that a loss returns, in the order of the variables."""
     if not callable(loss):
         raise TypeError(
             "loss must be callable without arguments and return (value, gradients), "
             f"got {type(loss).__name__}"
         )
-    return loss  # type: ignore[no-any-return]
-
-
-def check_loss_result(result: Any, variables: list[Variable]) -> list[Any]:
-    """Return the gradients that a loss returned, in the order of the variables."""
+    result = loss()
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(
             f"loss must return (value, gradients), got {type(result).__name__}"

@@ -356,7 +356,7 @@ class CrossShardOptimizer(Wrapper):
             pairs = check_pairs(grads_and_vars)
             self._checked_step(global_step)
             if self._shard is not None:
-                self._check_known(var for _, var in pairs)
+                self._check_known([var for _, var in pairs])
             grads, skips = exchanged(pairs), self._drops(pairs)
             weight = exchanged_weight(weight)
         except (TypeError, InvalidArgumentError) as error:

@@ -9,7 +9,7 @@ import numpy as np
 
 from hpcaccum.accumulator import Receipt
 from hpcaccum.arguments import integer, positive_count
-from hpcaccum.device import all_on_device, copyto, cupy, library, release
+from hpcaccum.device import copyto, cupy, library, release
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.base import KeptState, Optimizer
@@ -20,7 +20,7 @@ from hpcaccum.optimizers.wrapper import check_inner, one_thread
 from hpcaccum.server import ServerOptions, factors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from mpi4py import MPI as mpi4py_MPI
 
@@ -43,26 +43,16 @@ class LocalSteps(OneSidedOptimizer):
     # Calls of `apply_gradients` in a period.
     _period: int
 
-    def __init__(
-        self,
-        inner: Optimizer,
-        outer: Optimizer | None,
-        name: str,
-        check: Callable[[int], Mapping[str, Any]],
-        options: ServerOptions,
-    ) -> None:
-        super().__init__(inner, name, check, options, outer)
-        self._calls = 0
-        # What is pushed of variables on a device.
-        self._on_device: dict[str, Array] = {}
-
     def _start(self, variables: list[Variable]) -> None:
         super()._start(variables)
         self._calls = 0
+        # What is pushed of variables on a device.
+        self._on_device: dict[str, Array] = {}
         self._forget_steps()
 
     def _end_server(self) -> None:
         super()._end_server()
+        release(self._on_device)
         # The local steps begin anew, too.
         self.inner._kept_state(self._given_or_known(None)).forget()
 
@@ -106,7 +96,7 @@ class LocalSteps(OneSidedOptimizer):
 
     def _places(self, served: Served) -> Mapping[str, Array]:
         """Return arrays for the next push: this rank's buffer, or device memory."""
-        if not all_on_device("variables", served.values.values()):
+        if not served.server.on_device:
             return served.server.gradient_arrays()
         for name, value in served.values.items():
             if name not in self._on_device:
@@ -128,7 +118,8 @@ class LocalSteps(OneSidedOptimizer):
 
     def _free(self) -> None:
         super()._free()
-        release(self._on_device)
+        if self._served:
+            release(self._on_device)
 
 
 class LocalStepsOptimizer(LocalSteps):
@@ -251,7 +242,7 @@ class LocalStepsOptimizer(LocalSteps):
         place = ServerOptions(
             comm, host, dedicated, servers, on_nonfinite, min_workers, wire_dtype
         )
-        super().__init__(inner, outer, name, check, place)
+        super().__init__(inner, name, check, place, outer)
         self._period = self._options["period"]
         self._quorum, self._factors = self._options["quorum"], self._options["lateness"]
         if (most := self._options["staleness"]) is not None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.arguments import wire_format
-from hpcaccum.device import all_on_device
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import group_of
@@ -20,7 +19,6 @@ from hpcaccum.optimizers.base import (
     ExchangeKind,
     KeptState,
     Optimizer,
-    set_global_step,
     with_factor,
 )
 from hpcaccum.optimizers.checks import (
@@ -49,6 +47,7 @@ from hpcaccum.server import (
     BoundedStalenessInbox,
     QuorumInbox,
     ServerOptions,
+    ServerSetup,
     check_nodes,
     spread,
 )
@@ -223,27 +222,28 @@ class OneSidedOptimizer(Wrapper):
             nbytes = sum(var.value.nbytes for var in variables)
             divisible = self.outer.elementwise and not any(v.sparse for v in variables)
             servers = spread(self._root, self._group, nbytes, divisible=divisible)
-        least = self._options["min_workers"]
-        place = dataclasses.replace(self._place, servers=servers, min_workers=least)
-        self._place = place
+        place = self._place = dataclasses.replace(self._place, servers=servers)
         if self._group.rank == 0:
             warn_of_wider(self.get_name(), variables)
             logger.info("%r", self)
         # Without slots: it computes gradients of these, but updates the center's.
         Optimizer.initialize(self.inner, variables)
-        for number, fragment in enumerate(fragments_of(variables, self._fragments)):
-            what = self.get_name() + f", fragment {number}" * (self._fragments > 1)
-            served = Served(
+        count, begins = self._fragments, divided(counts, self._fragments)
+        for number, fragment in enumerate(fragments_of(variables, count)):
+            outer = self._outer_of(fragment)
+            setup = ServerSetup(
                 self._group,
-                fragment,
-                self._outer_of(fragment),
-                functools.partial(self._make_inbox, what),
+                {var.name: var.value for var in fragment},
+                self._make_inbox,
                 place,
-                what,
+                self.get_name() + f", fragment {number}" * (count > 1),
+                outer.elementwise,
                 capacities(fragment, self._share),
-                divided(counts, self._fragments)[number],
-                others=self._served,
+                **begins[number],
             )
+            served = Served(setup, outer)
+            for earlier in self._served:
+                earlier.server.leave_with(served.server)
             self._served = (*self._served, served)
             served.start(self._call("initialize"), states)
         # No rank may train before all have the same variables.
@@ -308,10 +308,10 @@ class OneSidedOptimizer(Wrapper):
         Raises:
             InvalidArgumentError: Before `initialize`, or on a dedicated server.
         """
-        served = self._training()[0]
-        if all_on_device("variables", self._values.values()):
+        server = self._training()[0].server
+        if server.on_device:
             return Optimizer.gradient_arrays(self)
-        return served.server.gradient_arrays()
+        return server.gradient_arrays()
 
     def _prepare(self, var_list: Variables | None) -> Variables | None:
         """Initialize if necessary; return the variables to compute gradients of."""
@@ -383,17 +383,17 @@ class OneSidedOptimizer(Wrapper):
         pairs, weight = check_pairs(grads_and_vars), exchanged_weight(weight)
         if weight != 1 and not self._averages:
             pairs, weight = with_factor(pairs, weight), 1.0
-        self._checked_step(global_step)
+        counter = self._checked_step(global_step)
         variables = [var for _, var in pairs]
         if not self._served:
             self._begin_with(variables)
         served = self._training()
         self._check_known(variables)
         served[0].server.check_present()
-        drops = self._drops(pairs)
-        receipt = self._drop() if drops else self._send(pairs, weight)
+        receipt = self._drop() if self._drops(pairs) else self._send(pairs, weight)
         if receipt.sent:
-            set_global_step(global_step, sum(each.step for each in served))
+            if counter is not None:
+                counter.value[...] = sum([each.step for each in served])
             self._note(receipt)
         return receipt
 
@@ -445,9 +445,8 @@ class OneSidedOptimizer(Wrapper):
             self._end_server()
         if host:
             set_values(variables, snapshot)
-        self._start_server(
-            variables, counts[self._root], snapshot["state"] if host else {}
-        )
+        states = snapshot["state"] if host else {}
+        self._start_server(variables, counts[self._root], states)
 
     @one_thread
     def assign(self) -> None:
@@ -577,7 +576,7 @@ class OneSidedOptimizer(Wrapper):
     @property
     def freed(self) -> bool:
         """Whether it was freed, by `free` or with its server before MPI_Finalize."""
-        return self._freed or any(each.server.freed for each in self._served)
+        return self._freed or (bool(self._served) and self._served[0].server.freed)
 
     def _free(self) -> None:
         if self._served:

@@ -24,7 +24,7 @@ from hpcaccum.optimizers.snapshot import COUNT, plain, snapshot_of
 from hpcaccum.optimizers.start import broadcast
 from hpcaccum.optimizers.update_rule import flat_rule
 from hpcaccum.optimizers.variable import Variable
-from hpcaccum.server import ParameterServer, ServerSetup, joined
+from hpcaccum.server import ParameterServer, joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.base import Optimizer
     from hpcaccum.optimizers.snapshot import Key, Parts
-    from hpcaccum.server import MakeInbox, ServerOptions
+    from hpcaccum.server import ServerSetup
 
 # What one of several servers has of a variable itself, beside its state.
 _VALUE = "?value"
@@ -46,9 +46,6 @@ StatePart = tuple[str, Any]
 class Served:
     """Variables with a server of their own, whose center ``outer`` updates. Collective.
 
-    ``counts`` are the step, and maybe the tally, that it begins with; ``others`` are
-    the earlier fragments. For the other arguments see `ParameterServer`.
-
     Attributes:
         values: Arrays of the variables of this rank, by name.
         server: Of these variables.
@@ -56,38 +53,12 @@ class Served:
         useful: The first step that is worth waiting for.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        variables: Sequence[Variable],
-        outer: Optimizer,
-        make_inbox: MakeInbox,
-        place: ServerOptions,
-        what: str,
-        capacities: Mapping[str, int],
-        counts: Mapping[str, Any],
-        others: Sequence[Served],
-    ) -> None:
-        self._group, self._outer = group, outer
+    def __init__(self, setup: ServerSetup, outer: Optimizer) -> None:
+        self._group, self._outer, self.values = setup.group, outer, setup.initial
         # The updates of ``outer`` as those of a vector: the server may call it instead.
         self._flat = flat_rule(outer)
-        self.values = {var.name: var.value for var in variables}
         self.step, self.useful = -1, 0
-        setup = ServerSetup(
-            group,
-            self.values,
-            make_inbox,
-            place,
-            what,
-            rule=self._flat,
-            finish=self.pull_all,
-            elementwise=outer.elementwise,
-            capacities=capacities,
-            **counts,
-        )
-        self.server = ParameterServer(setup)
-        for other in others:
-            other.server.leave_with(self.server)
+        self.server = ParameterServer(setup, self._flat, self.pull_all)
         # On a server only; each of several has parts of the variables.
         self._center = {n: Variable(a, n) for n, a in self.server.center.items()}
 
@@ -115,10 +86,13 @@ class Served:
 
     def after(self, receipt: Receipt) -> None:
         """Pull after a push: wait for its update, or do not wait if it was dropped."""
-        self.useful = receipt.global_step + 1 if receipt else self.server.step
+        if receipt.accepted:
+            self.useful = receipt.global_step + 1
+            self.pull()
+            return
+        self.useful = self.server.step
         self.pull()
-        if not receipt:
-            self.useful = self.server.useful(receipt.global_step)
+        self.useful = self.server.useful(receipt.global_step)
 
     # The center: its updates, on servers
 

@@ -40,18 +40,14 @@ def check_slices(grad: IndexedSlices, variable: Variable) -> IndexedSlices:
             f"gradient of {name!r} must have dense_shape {shape}, got "
             f"{grad.dense_shape}"
         )
-    grad = _in_cpu_memory(grad)
+    if grad.on_device:
+        values, indices = to_host(grad.values), to_host(grad.indices)
+        grad = IndexedSlices(values, indices, grad.dense_shape)
     try:
         check_indices(grad.indices, shape[0])
     except InvalidArgumentError as error:
         raise InvalidArgumentError(f"gradient of {name!r}: {error}") from None
     return grad
-
-
-def _in_cpu_memory(grad: IndexedSlices) -> IndexedSlices:
-    if not grad.on_device:
-        return grad
-    return IndexedSlices(to_host(grad.values), to_host(grad.indices), grad.dense_shape)
 
 
 def exchanged(pairs: Sequence[tuple[Gradient | None, Variable]]) -> dict[str, Any]:
@@ -100,22 +96,20 @@ def pushed(
 
     For a sparse variable these are rows, for others arrays.
     """
-    rows = {
-        var.name: _limited_rows(grad, var, accumulation_dtype(var.dtype))
-        for grad, var in pairs
-        if grad is not None and var.sparse
-    }
-    grads = {v.name: grad for grad, v in pairs if grad is not None and not v.sparse}
-    memory: Mapping[str, Array] = {}
-    if any(isinstance(grad, IndexedSlices) for grad in grads.values()):
+    grads: dict[str, Any] = {}
+    to_write = []
+    for grad, var in pairs:
+        if var.sparse and grad is not None:
+            grads[var.name] = _limited_rows(grad, var, accumulation_dtype(var.dtype))
+        elif grad is not None:
+            grads[var.name] = grad
+            if isinstance(grad, IndexedSlices):
+                to_write.append(var.name)
+    if to_write:
         memory = places()
-    arrays = {
-        name: _written(memory[name], name, {**grads, **rows})
-        if isinstance(grad, IndexedSlices)
-        else grad
-        for name, grad in grads.items()
-    }
-    return {**arrays, **rows}
+        written = {name: _written(memory[name], name, grads) for name in to_write}
+        grads.update(written)
+    return grads
 
 
 def copied_rows(

@@ -52,17 +52,17 @@ class State:
         }
         self.step = Variable(np.zeros((), np.int64), f"{title}/step", trainable=False)
         # Reads and writes the same number several times as fast.
-        self._count: Any = memoryview(self.step.value)  # type: ignore[arg-type]
+        self.counter: Any = memoryview(self.step.value)  # type: ignore[arg-type]
 
     @property
     def updates(self) -> int:
         """The number of updates of the variable."""
-        return self._count[()]  # type: ignore[no-any-return]
+        return self.counter[()]  # type: ignore[no-any-return]
 
     def count(self) -> int:
         """Count an update; return its number, from 1."""
-        number: int = self._count[()] + 1
-        self._count[()] = number
+        number: int = self.counter[()] + 1
+        self.counter[()] = number
         return number
 
     def parts(self) -> dict[str, Variable]:

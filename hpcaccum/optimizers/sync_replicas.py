@@ -114,9 +114,9 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
     def _after(self, served: Served, receipt: Receipt) -> None:
         if receipt.global_step != self._round:
             self._round, self._accepted = receipt.global_step, 0
-        self._accepted += bool(receipt)
+        self._accepted += receipt.accepted
         enough = self._accepted >= self._share
-        if not receipt or enough or served.server.step > self._round:
+        if not receipt.accepted or enough or served.server.step > self._round:
             super()._after(served, receipt)
         elif served.step < self._round:
             # More gradients of this rank are needed, with the parameters of now.

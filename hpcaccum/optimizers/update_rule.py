@@ -391,6 +391,8 @@ class FlatRule:
         self._rule = rule
         # Names to initial values.
         self.slots: Mapping[str, float] = rule._slots()
+        # Of single variables, at the learning rate of the host if given; of pieces.
+        self.apply, self.update = rule._apply_at, rule._update
         # On the rank that counts updates.
         self._states: Sequence[State] = ()
 
@@ -410,7 +412,7 @@ class FlatRule:
 
     def numbers(self) -> tuple[float, ...] | None:
         """Return the numbers of the next update; None if they differ by variable."""
-        earlier = {state.updates for state in self._states}
+        earlier = {state.counter[()] for state in self._states}
         if len(earlier) != 1:
             return None
         step = earlier.pop()
@@ -421,25 +423,10 @@ class FlatRule:
         rate = self._rule._rate
         return None if rate.takes_step else rate.at(lambda: 0)
 
-    def apply(self, rate: float | None, grads: Given) -> None:
-        """Update variables one by one, at the learning rate of the host if given."""
-        self._rule._apply_at(rate, grads)
-
     def count(self) -> None:
         """Count an update of all variables; the first makes their state visible."""
         for state in self._states:
-            state.count()
-
-    def update(
-        self,
-        value: Array,
-        grad: Array,
-        slots: Sequence[Array],
-        scratch: Array,
-        numbers: Sequence[float],
-    ) -> None:
-        """Update some elements of the variables and of the slots."""
-        self._rule._update(value, grad, *slots, scratch, *numbers)
+            state.counter[()] += 1
 
 
 def flat_rule(optimizer: Optimizer) -> FlatRule | None:

@@ -33,7 +33,7 @@ from hpcaccum.optimizers.snapshot import counts_of
 from hpcaccum.optimizers.variable import Variable, check_name, counter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from hpcaccum.accumulator import Receipt, Tally
     from hpcaccum.dtypes import Array
@@ -112,6 +112,7 @@ class Wrapper(Freeable, Optimizer):
         self._in_call = threading.RLock()
         # Arrays of the variables, by name; empty before `initialize`.
         self._values: dict[str, Array] = {}
+        self._known: frozenset[Variable] = frozenset()
         self._begin_at(0)
         # Gradients of this rank that were dropped one after the other.
         self._dropped, self._warned = 0, False
@@ -233,10 +234,12 @@ class Wrapper(Freeable, Optimizer):
     def _start(self, variables: list[Variable]) -> None:
         Optimizer.initialize(self, variables)
         self._values = {var.name: var.value for var in variables}
+        self._known = frozenset(variables)
 
-    def _check_known(self, variables: Iterable[Variable]) -> None:
+    def _check_known(self, variables: Sequence[Variable]) -> None:
         """Raise InvalidArgumentError unless it was initialized with these variables."""
-        for var in variables:
+        # Others may have the same arrays.
+        for var in () if self._known.issuperset(variables) else variables:
             if self._values.get(var.name) is not var.value:
                 raise InvalidArgumentError(
                     f"{self.get_name()}: the optimizer was initialized without this "
@@ -308,8 +311,10 @@ class Wrapper(Freeable, Optimizer):
 
     def _drops(self, pairs: Pairs) -> bool:
         """Return whether to drop gradients, because they are not finite."""
+        if (choice := self._options["on_nonfinite"]) == "accept":
+            return False
         grads = ((var.name, grad, var.dtype) for grad, var in pairs)
-        return to_drop(self.get_name(), grads, self._options["on_nonfinite"])
+        return to_drop(self.get_name(), grads, choice)
 
     def _metrics(self) -> metrics.Metrics:
         facts = self.global_step, self.waited, self.statistics()
@@ -318,7 +323,7 @@ class Wrapper(Freeable, Optimizer):
     def _note(self, receipt: Receipt) -> None:
         """Count a gradient; warn, once, if the last ones were all dropped."""
         metrics.note(self)
-        self._dropped = 0 if receipt else self._dropped + 1
+        self._dropped = 0 if receipt.accepted else self._dropped + 1
         if self._dropped < _MANY or self._warned:
             return
         self._warned = True

@@ -4,8 +4,8 @@ A `ParameterServer` is one object on every rank: a client, and on servers a loop
 root is the rank that decides what makes each update; users call it the host.
 
 gradients: A rank writes its gradient as one vector (`wire_format`) and submits it to an
-    `Inbox`, of which there are two: `QuorumInbox` and `BoundedStalenessInbox`. Late
-    gradients may have a factor (`lateness`).
+    `Inbox` (`options`), of which there are two: `QuorumInbox` and
+    `BoundedStalenessInbox`. Late gradients may have a factor (`lateness`).
 updates: A server runs an `UpdateLoop`, which updates what the server has of the center:
     all of it, or a `part`. On one node, `node_update` divides an update among the ranks
     that wait.
@@ -22,10 +22,11 @@ Imports `accumulator`, `nodes`, `rows`, `mpi`, `device` and the modules below th
 from __future__ import annotations
 
 from hpcaccum.server.bounded_staleness import BoundedStalenessInbox
-from hpcaccum.server.inbox import Inbox, MakeInbox
 from hpcaccum.server.lateness import Factors, Lateness, factors_of
 from hpcaccum.server.options import (
     LARGE,
+    Inbox,
+    MakeInbox,
     ServerOptions,
     Servers,
     ServerSetup,
@@ -35,7 +36,6 @@ from hpcaccum.server.options import (
 from hpcaccum.server.part import joined
 from hpcaccum.server.quorum import QuorumInbox
 from hpcaccum.server.server import ParameterServer, ServerState, check_first_step
-from hpcaccum.server.wire_format import gradients_by_name
 
 __all__ = [
     "LARGE",
@@ -53,7 +53,6 @@ __all__ = [
     "check_first_step",
     "check_nodes",
     "factors_of",
-    "gradients_by_name",
     "joined",
     "spread",
 ]

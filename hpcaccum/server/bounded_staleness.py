@@ -31,7 +31,6 @@ from hpcaccum.spans import traced
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from hpcaccum.accumulator import Tally
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import Call
@@ -75,19 +74,6 @@ class BoundedStalenessInbox:
 
     Between nodes, the agent of the root's node admits a gradient, puts it in its place
     and counts it: a rank sends one message and waits for the answer.
-
-    Args:
-        group, what: The ranks; what messages begin with.
-        root: The rank that applies the gradients.
-        size, dtype: Of a gradient, a flat vector.
-        max_lag: Largest lag that is admitted, in steps; infinity admits all gradients.
-        workers: Number of ranks that submit, and may leave; all by default. If not
-            all, the root does not submit.
-        factors: Of gradients by their lag, the same on all ranks; all 1 by default.
-
-    Attributes:
-        membership: Which ranks have left.
-        parts: Where the gradients lie.
     """
 
     adds = needs_all = False
@@ -99,12 +85,11 @@ class BoundedStalenessInbox:
         size: int,
         dtype: Any,
         *,
-        max_lag: float = math.inf,
-        workers: int | None = None,
-        factors: Factors | None = None,
-        what: str = "gradients",
+        max_lag: float,
+        workers: int,
+        factors: Factors | None,
+        what: str,
     ) -> None:
-        workers = group.size if workers is None else workers
         self._rank, self._size, self._max_lag = group.rank, group.size, max_lag
         self._group, self._factors = group, factors
         # On the root, by step: gradients that are not applied. Once the rank of one has
@@ -122,7 +107,7 @@ class BoundedStalenessInbox:
         self.membership = Membership(
             self._words, self._members, group.rank, group.size, workers
         )
-        self._counters = Counters(self._words, counters, group.size)
+        self.counters = Counters(self._words, counters, group.size)
         self._count, self._dtype, self._what = size, np.dtype(dtype), what
         with contextlib.ExitStack() as undo:
             undo.callback(self._words.free)
@@ -167,10 +152,9 @@ class BoundedStalenessInbox:
     # A rank
 
     def buffer(self, known: int = 0) -> Array:
-        """Return the memory for this rank's next gradient; always the same.
+        """Return the memory for this rank's next gradient; waits for its last update.
 
-        Waits until the last one is applied, which a rank may not have waited for. If
-        this rank has the parameters of that step, ``known``, it asks nobody.
+        If this rank has the parameters of that step, ``known``, it asks nobody.
         """
         self._settle()
         step, root = self._submitted, self._words.root
@@ -186,11 +170,8 @@ class BoundedStalenessInbox:
             self._pinned = Pinned(self._buffer)
 
     def submit(self, local_step: int, weight: float = 1.0) -> Receipt:
-        """Submit the gradient in the buffer, unless it is stale.
-
-        If it is accepted, its update makes step ``receipt.global_step + 1``.
-        """
-        self.check_present()
+        """Submit the gradient in the buffer, unless it is stale."""
+        self.membership.check_present("apply")
         self._settle()
         try:
             return self._submit(local_step)
@@ -221,7 +202,7 @@ class BoundedStalenessInbox:
                 self.parts.keep(Place(rank, 0), contents)
                 whose |= _COPIED
         # First: a gradient that was applied is in the counts.
-        self._counters.count(rank, receipt.accepted, receipt.lag)
+        self.counters.count(rank, receipt.accepted, receipt.lag)
         if receipt:
             # The store of the word orders it after all stores to the buffer.
             self.put(receipt, whose)
@@ -245,10 +226,6 @@ class BoundedStalenessInbox:
         if self._unanswered is not None:
             self._answer()
 
-    def check_present(self) -> None:
-        """Raise InvalidArgumentError if this rank has left."""
-        self.membership.check_present("submit")
-
     def useful(self, step: int) -> int:
         """Return the least step whose parameters are worth computing with at a step.
 
@@ -256,14 +233,6 @@ class BoundedStalenessInbox:
         """
         lag = max(self._max_lag, 0)
         return 0 if math.isinf(lag) else step - int(lag)
-
-    def count_nonfinite(self) -> None:
-        """Count a gradient of this rank that is not finite, and was not submitted."""
-        self._counters.count_nonfinite(self._rank)
-
-    def tally(self) -> Tally:
-        """Return the gradients accepted and dropped so far, of all ranks."""
-        return self._counters.tally()
 
     def awaited(self, step: int) -> str | None:
         """Return which ranks a step waits for; None if its gradient has arrived."""
@@ -290,21 +259,14 @@ class BoundedStalenessInbox:
 
     def admit(self, rank: int, local_step: int) -> Receipt:
         """Admit a gradient of a rank, unless it is stale. `end_intent` comes later."""
-        step = self.global_step
-        if self._max_lag == math.inf:
+        step, factor = self.global_step, 1.0
+        if accepted := self._max_lag == math.inf:
             self._set_intent(rank, 1 + step)
             step = self._words.fetch_add(_STEP, 1)
-            return self._receipt(True, local_step, step)
-        while admits(step, local_step, self._max_lag):
+        while not accepted and admits(step, local_step, self._max_lag):
             self._set_intent(rank, 1 + step)
             found = self._words.compare_and_swap(_STEP, step, step + 1)
-            if found == step:
-                return self._receipt(True, local_step, step)
-            step = found
-        return self._receipt(False, local_step, step)
-
-    def _receipt(self, accepted: bool, local_step: int, step: int) -> Receipt:
-        factor = 1.0
+            accepted, step = found == step, found
         if accepted and self._factors is not None:
             factor = self._factors(step - local_step)
         return Receipt(accepted, local_step, step, factor=factor)
@@ -331,11 +293,7 @@ class BoundedStalenessInbox:
 
     @contextlib.contextmanager
     def next(self, step: int, deadline: Deadline) -> Iterator[Batch]:
-        """Wait for the gradient that makes step ``step + 1``; the root only.
-
-        Raises:
-            EverybodyLeftError: If all ranks have left and no gradient is left.
-        """
+        """Wait for the gradient that makes step ``step + 1``; the root only."""
         yield self._batch(self._wait_for(step, deadline), step)
         self.note_applied(step + 1)
 
@@ -370,11 +328,7 @@ class BoundedStalenessInbox:
         return self._found[step]
 
     def _find_final(self, step: int) -> Found | None:
-        """Return as `_find`, or that the gradient of a step is lost.
-
-        Raises:
-            EverybodyLeftError: If none can be admitted at this step.
-        """
+        """Return as `_find`, or that the gradient of a step is lost."""
         if (found := self._find(step)) is not None:
             return found
         if self._is_lost(step):
@@ -396,10 +350,7 @@ class BoundedStalenessInbox:
         )
 
     def _may_find(self, step: int) -> Callable[[], bool]:
-        """Return what finds out whether `_find_final` may return a gradient, or raise.
-
-        On the root's node it reads memory only.
-        """
+        """Return what finds out whether `_find_final` may return or raise."""
         words = self._place(step), self._members, _STEP
         place, changes, newest = map(self._words.watch, words)
         all_left, lost = self.membership.all_left, self.membership.lost

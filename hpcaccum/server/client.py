@@ -14,7 +14,6 @@ from hpcaccum.device import Transfer, all_on_device
 from hpcaccum.errors import NO_MORE_DATA, InvalidArgumentError, format_ranks
 from hpcaccum.mpi import Freeable
 from hpcaccum.nodes import Narrowing, is_short
-from hpcaccum.rows import Rows
 from hpcaccum.server.double_buffer import step_of, version_of
 from hpcaccum.server.loop import UpdateLock
 from hpcaccum.server.node_update import NodeUpdate
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from hpcaccum.dtypes import Array
+    from hpcaccum.rows import Rows
+    from hpcaccum.server.node_update import ElementwiseRule
     from hpcaccum.server.options import ServerSetup
 
 
@@ -44,14 +45,16 @@ class Client(Freeable):
         in_parts: Whether several servers hold parts of the center.
         waited: Seconds that this rank has waited in `push` and `pull`.
         rounds: Whether what is sent to other nodes is rounded.
+        on_device: Whether the variables, and so their gradients, are on the device.
     """
 
-    def __init__(self, setup: ServerSetup) -> None:
+    def __init__(self, setup: ServerSetup, rule: ElementwiseRule | None) -> None:
         self._setup, self._group, self._what = setup, setup.group, setup.what
         self._servers = servers = setup.options.ranks
         self._root, self.in_parts = servers[0], len(servers) > 1
         self.is_root = setup.group.rank == self._root
         self.is_server = setup.group.rank in servers
+        self.on_device = all_on_device(setup.what, setup.initial.values())
         wire = self._wire = WireFormat.of(setup.initial, setup.capacities)
         # A short vector is part of another message.
         nbytes, narrow = wire.size * wire.gradients.dtype.itemsize, None
@@ -59,7 +62,8 @@ class Client(Freeable):
             narrow = np.dtype(setup.options.wire_dtype)
         self.rounds = narrow is not None
         with contextlib.ExitStack() as undo:
-            self._inbox = setup.make_inbox(wire.size, wire.gradients.dtype, wire.rows)
+            of = wire.size, wire.gradients.dtype, wire.rows
+            self._inbox = setup.make_inbox(setup.what, *of)
             undo.callback(self._inbox.free)
             if narrow is not None:
                 dtype, end = wire.gradients.dtype, wire.present.start
@@ -80,7 +84,7 @@ class Client(Freeable):
             if parts:
                 self._orders = Orders(setup, parts, self._inbox, self._publisher)
                 undo.callback(self._orders.free)
-            self._node_update = self._make_node_update()
+            self._node_update = self._make_node_update(rule)
             undo.pop_all()
         # Held by the updates of this rank, if it makes any.
         self._update_lock = UpdateLock(setup.what)
@@ -104,9 +108,9 @@ class Client(Freeable):
         made = *parts_made, self._publisher, self._copier
         self._to_free = [each.free for each in made if each is not None]
 
-    def _make_node_update(self) -> NodeUpdate | None:
+    def _make_node_update(self, rule: ElementwiseRule | None) -> NodeUpdate | None:
         """Return how ranks share the work of updates, None if they cannot."""
-        layout, rule = self._wire.parameters, self._setup.rule
+        layout = self._wire.parameters
         alike = all(dtype == layout.dtype for dtype in self._wire.dtypes.values())
         one_vector = alike and not self._wire.rows
         if rule is None or not self._group.single_node or not one_vector:
@@ -145,12 +149,14 @@ class Client(Freeable):
         here = self._publisher.version()
         if here == known and here >= at_least:
             return known
-        since = {name: self._has[name] for name in self._has if name in into}
-        self.forget(since)
+        since: dict[str, int] = {}
+        if self._has:
+            mine = [name for name in self._has if name in into]
+            since = {name: self._has.pop(name) for name in mine}
         if known != self._pulled:
             since = {}
         least = max(version_of(at_least), self._assigned)
-        self._pulled, has = self._copy(into, least, since)
+        self._pulled, has = self._copy(into, least, since, self.on_device)
         self._has.update(has)
         return self._pulled
 
@@ -160,14 +166,18 @@ class Client(Freeable):
             self._has.pop(name, None)
 
     def _copy(
-        self, into: Mapping[str, Array], at_least: int, since: Mapping[str, int]
+        self,
+        into: Mapping[str, Array],
+        at_least: int,
+        since: Mapping[str, int],
+        on_device: bool = False,
     ) -> tuple[int, dict[str, int]]:
         """Copy the newest parameters; return their step and what `Copier.read` does."""
         deadline = Deadline(None, f"{self._what}: pull")
-        if self._publisher.copies.version() < at_least:
-            self._wait_for(at_least, deadline)
         copies, has = self._publisher.copies, dict[str, int]()
-        if all_on_device(self._what, into.values()):
+        if copies.version() < at_least:
+            self._wait_for(at_least, deadline)
+        if on_device:
             return step_of(copies.read(self._fetch_to(into), deadline)), has
 
         def copy(flat: Array) -> None:
@@ -253,18 +263,13 @@ class Client(Freeable):
     ) -> Receipt:
         """Submit gradients, by name, with a weight. Variables may be missing.
 
-        Returns:
-            Whether they were accepted. If so, their update makes step
-            ``receipt.global_step + 1``.
+        If they are accepted, their update makes step ``receipt.global_step + 1``.
         """
-        buffer = self._buffer()
-        arrays = [each for each in grads.values() if not isinstance(each, Rows)]
-        on_device = all_on_device(self._what, arrays)
         self._wire.write_gradients(
             grads,
-            buffer,
+            self._buffer(),
             clear=self._inbox.adds,
-            send=self._send if on_device else None,
+            send=self._send if self.on_device else None,
         )
         # Before: a gradient that was admitted keeps its buffer, also if this raises.
         self._lent = None
@@ -273,17 +278,17 @@ class Client(Freeable):
             view.flags.writeable = False
         self._views.clear()
         receipt = self._inbox.submit(local_step, weight)
-        if receipt and self._inbox.adds:
+        if receipt.accepted and self._inbox.adds:
             self._coming = receipt.global_step + 1
         return receipt
 
     def check_present(self) -> None:
         """Raise InvalidArgumentError if this rank has left."""
-        self._inbox.check_present()
+        self._inbox.membership.check_present("apply")
 
     def drop(self, local_step: int) -> Receipt:
         """Count a gradient that is not finite; return its receipt."""
-        self._inbox.count_nonfinite()
+        self._inbox.counters.count_nonfinite(self._group.rank)
         return Receipt(False, local_step, self.step, nonfinite=True)
 
     def useful(self, step: int) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.device import Pinned
+from hpcaccum.layout import ALIGNMENT
 from hpcaccum.mpi import AtomicWords, memory_of_rank
 
 if TYPE_CHECKING:
@@ -53,16 +54,18 @@ class DoubleBuffer:
 
     def __init__(self, group: Group, root: int, size: int, dtype: Any) -> None:
         self.size, self.dtype = size, np.dtype(dtype)
-        self._stride = -(-size * self.dtype.itemsize // 64) * 64
+        used = size * self.dtype.itemsize
+        stride = -(-used // ALIGNMENT) * ALIGNMENT
         with contextlib.ExitStack() as undo:
             self._words = AtomicWords(group, root, 3)
             undo.callback(self._words.free)
             if group.rank == root:
                 # No rank has the memory before all are here.
                 self._words.write(_NEWEST, -2)
-            nbytes = max(1, 2 * self._stride)
-            self._memory = memory_of_rank(group, root, nbytes)
+            self._memory = memory_of_rank(group, root, max(1, 2 * stride))
             undo.pop_all()
+        pieces = [self._memory[at : at + used] for at in (0, stride)]
+        self._copies: list[Array] = [piece.view(self.dtype) for piece in pieces]
         self._pinned: Pinned | None = None
 
     def pin(self) -> None:
@@ -101,8 +104,7 @@ class DoubleBuffer:
 
     def copy(self, copy: int) -> Array:
         """Return the memory of a copy, 0 or 1."""
-        begin, nbytes = copy * self._stride, self.size * self.dtype.itemsize
-        return self._memory[begin : begin + nbytes].view(self.dtype)
+        return self._copies[copy]
 
     def read(self, use: Callable[[Array], None], deadline: Deadline) -> int:
         """Let ``use`` copy what is newest; return its version."""
@@ -130,5 +132,5 @@ class DoubleBuffer:
         """Free the memory. Collective."""
         if self._pinned is not None:
             self._pinned.free()
-        self._memory = np.empty(0, np.uint8)
+        self._memory, self._copies = np.empty(0, np.uint8), []
         self._words.free()

@@ -26,14 +26,6 @@ class Factors:
 
     Ranks that compare its ``repr`` have the same factors, so each of them may apply one
     for the others.
-
-    Args:
-        lateness: Of `DropStaleGradientOptimizer`, not None.
-        max_lag: Largest lag that is admitted.
-
-    Raises:
-        InvalidArgumentError: If ``lateness`` is something else, or returns anything but
-            a number from 0 to 1.
     """
 
     def __init__(self, lateness: Any, max_lag: float) -> None:

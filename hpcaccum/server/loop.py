@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from hpcaccum.accumulator import Batch
     from hpcaccum.dtypes import Array
-    from hpcaccum.server.inbox import Inbox
     from hpcaccum.server.node_update import NodeUpdate
+    from hpcaccum.server.options import Inbox
     from hpcaccum.server.orders import Orders
     from hpcaccum.server.part import Center
     from hpcaccum.server.publisher import Publisher
@@ -36,14 +36,11 @@ if TYPE_CHECKING:
 class Loop:
     """Takes gradients and makes an update of each batch, until all ranks have left.
 
-    In a thread of its own, or in the thread that calls `run`.
-
-    The ``lock`` is held during each update.
-
-    Attributes:
-        after_update: Called with the step after each update, before the next one.
+    In a thread of its own, or in the thread that calls `run`. The ``lock`` is held
+    during each update.
     """
 
+    # Called with the step after each update, before the next one.
     after_update: Callable[[int], object] | None = None
     _thread: threading.Thread | None = None
     # Whether an update has begun to change the center and not ended.
@@ -96,11 +93,7 @@ class Loop:
         self._thread.start()
 
     def end(self, deadline: Deadline) -> None:
-        """Wait until the thread has ended, if there is one; all ranks have left by now.
-
-        Raises:
-            WaitTimeoutError: If its last updates take too long.
-        """
+        """Wait until the thread has ended, if there is one; all ranks have left."""
 
         def missing() -> str:
             lacks, step = self._inbox.awaited(self._step), self._step
@@ -158,7 +151,7 @@ class UpdateLoop(Loop):
     @traced("update", lambda args, _: {"step": args[1].step + 1})
     def _make(self, batch: Any, deadline: Deadline) -> None:
         version = version_of(batch.step + 1)
-        with self._lock.updating():
+        with self._lock:
             flat = self._publisher.own.begin(version)
             if not self._update_together(batch, flat):
                 if grads := self.center.read(batch, deadline):
@@ -168,18 +161,17 @@ class UpdateLoop(Loop):
                     self.update(grads, rate)
                 self.center.write(flat)
             # A rank that gave one of several gradients waits for their update.
-            waiting = [place.rank for place in batch.places] if self._inbox.adds else []
-            self._publisher.complete(version, waiting)
+            self._publisher.complete(version, batch.places if self._inbox.adds else ())
             self._step = batch.step + 1
 
     def _update_together(self, batch: Any, flat: Array) -> bool:
         """Update the center and write it to a vector, if all ranks can help."""
-        if self._node_update is None or not self.center.is_complete(batch):
+        if self._node_update is None or not self.center.wire.is_complete(batch):
             return False
         self._broken = True
         # All gradients are here: only ranks that work on it are waited for.
-        deadline = Deadline(None, f"{self._what}: update {batch.step + 1}")
-        return self._node_update.apply(batch, flat, deadline)
+        what = f"{self._what}: update {batch.step + 1}"
+        return self._node_update.apply(batch, flat, what)
 
     def keep(self, values: Mapping[str, Array]) -> None:
         """Keep what will be assigned."""
@@ -232,7 +224,7 @@ class OrderLoop(Loop):
 
     @traced("update", lambda args, _: {"step": args[1].step + 1})
     def _make(self, batch: Batch, deadline: Deadline) -> None:
-        with self._lock.updating():
+        with self._lock:
             # Unless it was ordered already.
             if batch.step == self._ordered:
                 self._order_next(batch)
@@ -313,7 +305,7 @@ class OrderLoop(Loop):
         super().run()
         deadline = Deadline(math.inf, f"{self._what}: end")
         # Another thread of this rank may ask, too.
-        with self._lock.updating():
+        with self._lock:
             if self._last_answers is None:
                 answers = self._orders.ask(None, deadline)
                 self._orders.request("all_obey", END)
@@ -339,8 +331,7 @@ class UpdateLock:
         self._gate, self._lock = threading.RLock(), threading.RLock()
         self._reader: int | None = None
 
-    @contextlib.contextmanager
-    def updating(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """Hold the lock during an update.
 
         No time limit: the ranks that wait for the update have one.
@@ -350,10 +341,10 @@ class UpdateLock:
             self._pass(self._lock)
         finally:
             self._gate.release()
-        try:
-            yield
-        finally:
-            self._lock.release()
+
+    def __exit__(self, *error: object) -> None:
+        """Release the lock."""
+        self._lock.release()
 
     def _pass(self, lock: Any) -> None:
         # Almost always free: a deadline would cost more than the lock.

@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from hpcaccum.accumulator import Batch
+from hpcaccum.deadline import Deadline
 from hpcaccum.mpi import MPI, AtomicWords, memory_of_rank, or_abort
 from hpcaccum.spans import traced
 from hpcaccum.summation import add_at_once
 from hpcaccum.worker_threads import run_elsewhere
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
 
-    from hpcaccum.deadline import Deadline
     from hpcaccum.dtypes import Array
     from hpcaccum.layout import Layout
     from hpcaccum.mpi import Group
@@ -80,35 +80,27 @@ class ElementwiseRule(Protocol):
     def count(self) -> None:
         """Count an update of all variables. The root only."""
 
-    def update(
-        self,
-        value: Array,
-        grad: Array,
-        slots: Sequence[Array],
-        scratch: Array,
-        numbers: Sequence[float],
-    ) -> None:
-        """Update some elements of the center and of the slots; any rank."""
+    # Called with some elements of the center, of the gradient and of each slot, with
+    # working memory of the same size, and with the numbers; on any rank.
+    update: Callable[..., None]
 
 
 class _Update(NamedTuple):
     """One update, as all ranks see it."""
 
     copy: Array
-    batch: Batch
     gradients: Sequence[Array]
+    factors: Sequence[float]
+    divisor: float
+    # Of the mean.
+    factor: float
     numbers: Sequence[float]
 
 
 class NodeUpdate:
     """The center and its slots in memory of the node, and their updates. Collective.
 
-    Args:
-        group, root: The ranks, on one node, and the one that begins updates.
-        rule: Makes them; equal on all ranks.
-        layout: Of the parameters, all of its dtype.
-        parts: Where gradients lie, in the same dtype.
-        copies: Where ranks read the parameters.
+    Variables, gradients in ``parts`` and parameters in ``copies`` are of one dtype.
     """
 
     def __init__(
@@ -143,9 +135,10 @@ class NodeUpdate:
                 self._words.write(_NEXT, self._pieces)
             self._center, *self._slots = self._allocate(group, root)
             undo.pop_all()
-        # Those of this rank that do not work.
+        # Those of this rank that do not work, each with memory of its own.
         first = group.rank * self._threads
-        self._workers = list(range(first, first + self._threads))
+        numbers = range(first, first + self._threads)
+        self._workers = [(number, self._new_scratch()) for number in numbers]
         if group.rank == root:
             for slot, start in zip(self._slots, rule.slots.values(), strict=True):
                 slot.fill(start)
@@ -165,6 +158,9 @@ class NodeUpdate:
         self._saved = saved.reshape(shape)
         return vectors.reshape(1 + slots, size)
 
+    def _new_scratch(self) -> Array:
+        return np.empty((2, min(_CHUNK, self._layout.size)), self._layout.dtype)
+
     @property
     def center(self) -> dict[str, Array]:
         """The center's arrays by name."""
@@ -176,7 +172,7 @@ class NodeUpdate:
         pairs = zip(self._rule.slots, self._slots, strict=True)
         return {slot: self._layout.views(vector) for slot, vector in pairs}
 
-    def apply(self, batch: Batch, copy: Array, deadline: Deadline) -> bool:
+    def apply(self, batch: Batch, copy: Array, what: str) -> bool:
         """Update all variables, and write them to a copy; the root only.
 
         False if the rule cannot update all variables alike; nothing has changed then.
@@ -187,16 +183,25 @@ class NodeUpdate:
         self._rule.count()
         if self._pieces == 1:
             # Too short to share.
-            gradients = batch.views(self._layout.size)
-            self._work_on(self._chunks(0), _Update(copy, batch, gradients, numbers))
+            update = self._as_update(batch, copy, numbers)
+            with np.errstate(all="ignore"):
+                for chunk in self._chunks(0):
+                    self._work_on_chunk(chunk, update, self._workers[0][1])
             return True
-        self._announce(batch, numbers)
-        self._start(self._threads - 1)
-        self._work()
-        deadline.wait(
+        number = self._announce(batch, numbers)
+        if self._threads > 1:
+            self._start(self._threads - 1)
+        self._work(number, self._as_update(batch, copy, numbers))
+        Deadline(None, what).wait(
             self._complete, lambda: "ranks of this node that work on the update"
         )
         return True
+
+    def _as_update(
+        self, batch: Batch, copy: Array, numbers: Sequence[float]
+    ) -> _Update:
+        gradients, mean = batch.views(self._layout.size), (batch.divisor, batch.factor)
+        return _Update(copy, gradients, batch.factors, *mean, numbers)
 
     def _complete(self) -> bool | None:
         """Return True when all pieces are done; does those of ranks that have died."""
@@ -230,9 +235,13 @@ class NodeUpdate:
             saved = self._saved[worker, begun & 1]
             for slot, values in zip(self._slots, saved, strict=True):
                 slot[chunk] = values[: chunk.stop - chunk.start]
-        self._work_on(self._chunks(piece)[begun:], update)
+        scratch = self._new_scratch()
+        with np.errstate(all="ignore"):
+            for chunk in self._chunks(piece)[begun:]:
+                self._work_on_chunk(chunk, update, scratch)
 
-    def _announce(self, batch: Batch, numbers: Sequence[float]) -> None:
+    def _announce(self, batch: Batch, numbers: Sequence[float]) -> int:
+        """Have ranks that wait work on an update; return its number."""
         mean = [*batch.places], batch.divisor, batch.factor
         data = pickle.dumps((self._copies.writing, mean, [*map(float, numbers)]))
         self._update[: len(data)] = np.frombuffer(data, np.uint8)
@@ -241,13 +250,13 @@ class NodeUpdate:
         # also while they find that none are left.
         number = ((self._words.read(_NEXT) >> _BITS) + 1) % _NUMBERED
         self._words.exchange(_NEXT, number << _BITS)
+        return number
 
     def _announced(self) -> _Update:
         copy, (places, divisor, factor), numbers = pickle.loads(self._update.data)
         dtype = self._layout.dtype
         batch = Batch(self._parts, places, dtype, divisor, factor=factor)
-        gradients = batch.views(self._layout.size)
-        return _Update(self._copies.copy(copy), batch, gradients, numbers)
+        return self._as_update(batch, self._copies.copy(copy), numbers)
 
     def help(self) -> None:
         """Work on the pieces of an update, if any are left."""
@@ -258,6 +267,7 @@ class NodeUpdate:
         self._join()
 
     def _start(self, threads: int) -> None:
+        """Work in other threads, once those of an earlier update have ended."""
         self._join()
         self._working = run_elsewhere(or_abort(self._work), threads)
 
@@ -267,19 +277,23 @@ class NodeUpdate:
         self._working = ()
 
     @traced("update")
-    def _work(self) -> None:
-        number, update, worker = -1, None, self._workers.pop()
+    def _work(self, number: int = -1, update: _Update | None = None) -> None:
+        """Work on pieces until none are left; the root passes the update."""
+        words, (worker, scratch) = self._words, self._workers.pop()
         busy = self._busy + _APART * worker
         # Before it takes a piece, so that the root knows who may have one.
-        self._words.store(busy, [1])
-        while (word := self._words.fetch_add(_NEXT, 1)) & _PIECE < self._pieces:
-            # Words of an update do not change before all pieces are complete.
-            if update is None or word >> _BITS != number:
-                number, update = word >> _BITS, self._announced()
-            self._work_on(self._saving(word & _PIECE, number, worker), update)
-            self._words.fetch_add(_DONE, 1)
-        self._words.store(busy, [0])
-        self._workers.append(worker)
+        words.store(busy, [1])
+        # No warning: an overflow shows up as inf in the result.
+        with np.errstate(all="ignore"):
+            while (word := words.fetch_add(_NEXT, 1)) & _PIECE < self._pieces:
+                # Words of an update do not change before all pieces are complete.
+                if update is None or word >> _BITS != number:
+                    number, update = word >> _BITS, self._announced()
+                for chunk in self._saving(word & _PIECE, number, worker):
+                    self._work_on_chunk(chunk, update, scratch)
+                words.fetch_add(_DONE, 1)
+        words.store(busy, [0])
+        self._workers.append((worker, scratch))
 
     def _chunks(self, piece: int) -> list[slice]:
         start = piece * self._piece
@@ -297,27 +311,18 @@ class NodeUpdate:
             yield chunk
         self._words.store(place, [tag | _ALL_DONE])
 
-    def _work_on(self, chunks: Iterable[slice], update: _Update) -> None:
-        scratch = np.empty((2, min(_CHUNK, self._layout.size)), self._layout.dtype)
-        # No warning: an overflow shows up as inf in the result.
-        with np.errstate(all="ignore"):
-            for chunk in chunks:
-                size = chunk.stop - chunk.start
-                self._work_on_chunk(chunk, update, *scratch[:, :size])
-
-    def _work_on_chunk(
-        self, chunk: slice, update: _Update, mean: Array, scratch: Array
-    ) -> None:
-        value, batch = self._center[chunk], update.batch
+    def _work_on_chunk(self, chunk: slice, update: _Update, scratch: Array) -> None:
+        value = self._center[chunk]
+        mean, products = scratch[:, : value.size]
         gradients = [gradient[chunk] for gradient in update.gradients]
-        if len(gradients) == 1 and batch.divisor == batch.factor == 1:
+        if len(gradients) == 1 and update.divisor == update.factor == 1:
             mean = gradients[0]
         else:
-            add_at_once(gradients, mean, batch.divisor, batch.factors, scratch)
-        if batch.factor != 1:
-            np.multiply(mean, batch.factor, mean)
+            add_at_once(gradients, mean, update.divisor, update.factors, products)
+        if update.factor != 1:
+            np.multiply(mean, update.factor, mean)
         slots = [slot[chunk] for slot in self._slots]
-        self._rule.update(value, mean, slots, scratch, update.numbers)
+        self._rule.update(value, mean, *slots, products, *update.numbers)
         update.copy[chunk] = value
 
     def free(self) -> None:

@@ -1,4 +1,17 @@
-"""What a server is made of: which ranks hold the center, and other options."""
+"""What a server is made of: which ranks hold the center, its inbox, other options.
+
+An inbox is where a server takes its gradients from, a policy of admission.
+`QuorumInbox` passes on the gradients of a quorum together, `BoundedStalenessInbox` each
+gradient separately. Another one has the same methods and attributes:
+
+``adds``: Whether the gradients of several ranks are added. The parameters of an update
+    are then sent to their nodes unasked.
+``needs_all``: Whether each rank that has not left gives one gradient of each update, so
+    that none is made without it.
+``next``: Its block reads gradients, or none if all of them were given up. At the
+    end, their ranks may write new ones. If it raises, the next call gives the same
+    gradients again, without those on a node that is lost.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +19,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from hpcaccum.arguments import check_wire_dtype, positive_count, rank_number
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import MPI
+from hpcaccum.rows import RowPlace
+from hpcaccum.server.bounded_staleness import BoundedStalenessInbox
+from hpcaccum.server.quorum import QuorumInbox
 
 if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
@@ -16,8 +34,11 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator import Tally
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
-    from hpcaccum.server.inbox import MakeInbox
-    from hpcaccum.server.node_update import ElementwiseRule
+
+Inbox = QuorumInbox | BoundedStalenessInbox
+# Makes an inbox, given the name for messages, the size and the dtype of a gradient, and
+# the places of rows in it.
+MakeInbox = Callable[[str, int, np.dtype[Any], Sequence[RowPlace]], Inbox]
 
 # What `servers=` accepts.
 Servers = Literal["auto"] | int | Sequence[int] | None
@@ -71,15 +92,11 @@ class ServerSetup:
         group: The ranks.
         initial: Name to array, the same names and shapes on all ranks; the center
             starts with the root's.
-        make_inbox: Makes the inbox, given the size and the dtype of a flat gradient,
-            and the places of rows in it.
+        make_inbox: See `MakeInbox`.
         options: Of the optimizer, with the ranks that hold parts of the center and
             update them, each on another node. The first, the root, decides what makes
             each update. Dedicated servers must call `serve`.
         what: Name for messages.
-        rule: Makes the updates of all variables if they are alike; equal on all ranks.
-        finish: Called by `free` on every rank, after the last update, while pulls are
-            still possible.
         elementwise: Whether a part of the center may begin within a variable.
         capacities: Name of each sparse variable to the maximum number of rows of the
             gradients of a rank in one update. There is one server then.
@@ -92,8 +109,6 @@ class ServerSetup:
     make_inbox: MakeInbox
     options: ServerOptions
     what: str
-    rule: ElementwiseRule | None
-    finish: Callable[[], None]
     elementwise: bool
     capacities: Mapping[str, int]
     step: int = 0
@@ -153,9 +168,8 @@ def check_nodes(servers: Sequence[int] | None, group: Group) -> None:
 def spread(host: int, group: Group, nbytes: int, *, divisible: bool) -> tuple[int, ...]:
     """Return the servers for "auto". Collective.
 
-    Returns:
-        The host, and the first rank of each other node if the variables are large, and
-        ``divisible``: a server can update any elements of them.
+    The host, and the first rank of each other node if the variables are large, and
+    ``divisible``: a server can update any elements of them.
     """
     if nbytes < LARGE or not divisible:
         return (host,)

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
     from hpcaccum.nodes import Place, Steps
-    from hpcaccum.server.inbox import Inbox
-    from hpcaccum.server.options import ServerSetup
+    from hpcaccum.server.options import Inbox, ServerSetup
     from hpcaccum.server.part import Part
     from hpcaccum.server.publisher import Publisher
 
@@ -202,7 +201,8 @@ class Orders(Service):
         """Send an order to all nodes concerned."""
         givers = self._gradients.by_node(order.places)
         # Nodes that have given gradients need not ask.
-        ready = self.publisher.promise(order.version, givers if awaited else ())
+        waiting = givers if awaited else ()
+        ready = self.publisher.promises.publish(order.version, waiting)
         self.tell({*givers, *ready, *self._nodes}, "step", order, ready)
 
     def _do_all_obey(self, *order: Any) -> None:

@@ -47,13 +47,9 @@ _STEP = 1 << 20
 class Message:
     """Parameters for other nodes, all of a vector; a `RowMessage` has rows.
 
-    Args:
-        since: The place before which the nodes have all changes.
-        data: Memory that is not used any more, if there is any.
-        dtype: In which the parameters are sent; by default, their own.
-
     Attributes:
-        data: Bytes, once it is complete.
+        since: The place before which the nodes have all changes.
+        data: Bytes, once it is complete; before, memory that is not used any more.
         version: Of the parameters.
         place: Which changes a node has with it.
         users: How many nodes it is being sent to.
@@ -91,15 +87,10 @@ class Copier:
     If variables are sparse, a published vector ends with the place in the node's log up
     to which it has all changes, so both are valid together.
 
-    Args:
-        wire: How variables lie in the vectors.
-        group, root: The ranks, and the one that publishes; if variables are sparse.
-        narrow: The dtype in which other nodes are sent a vector; by default, its own.
-            If variables are sparse, all is sent as it is.
-
     Attributes:
         size, dtype: Of such a vector.
-        sent: The dtype in which a message has it.
+        sent: The dtype in which other nodes are sent it: its own if variables are
+            sparse, else ``narrow`` if that is given.
         names: Of all variables, in the order of the vector.
         tables: The numbers in the log of the rows of each sparse variable.
         whole: Whether each message is all of a vector, whatever a node has.
@@ -147,9 +138,12 @@ class Copier:
 
     def write(self, center: Mapping[str, Array], flat: Array, copy: int) -> None:
         """Bring a published vector up to date; the root only."""
+        if self.whole:
+            for name, view in self.views(flat).items():
+                copy_quietly(view, center[name])
+            return
         self._copy_lacked(center, flat, copy)
-        if not self.whole:
-            self._complete(flat, copy)
+        self._complete(flat, copy)
 
     def _copy_lacked(self, source: Mapping[str, Array], flat: Array, copy: int) -> None:
         """Copy what a copy lacks of variables."""
@@ -220,7 +214,12 @@ class Copier:
 
         Returns which changes the array of each sparse variable has, for the next call.
         """
-        end, views = 0 if self.whole else self.end(flat), self.views(flat)
+        views = self.views(flat)
+        if self.whole:
+            for name, array in into.items():
+                copy_quietly(array, views[name])
+            return {}
+        end = self.end(flat)
         # Mostly one place: that of the last copy, of all variables.
         rows = {place: self.changes(place, end) for place in set(since.values())}
         for name, array in into.items():

@@ -67,15 +67,11 @@ def cut(layout: Layout, count: int, *, elementwise: bool) -> list[slice]:
 class Part:
     """The part of one of several servers: some variables, or some elements of each.
 
-    Args:
-        wire: Of all variables.
-        part: Of the vector of parameters.
-        elementwise: Whether a part may begin within a variable. Its arrays are vectors
-            then, one for each variable, of which some may be empty. If not, it has
-            whole variables.
+    If ``elementwise``, it may begin within a variable. Its arrays are vectors then, one
+    for each variable, of which some may be empty.
 
     Attributes:
-        part: As given; also of the vector of gradients.
+        part: Of the vector of parameters, and of that of gradients.
         within: Which elements it has of each of its variables.
         ranges: Of the vector of gradients: the part, and the numbers that say which
             of its gradients are present.
@@ -117,15 +113,8 @@ class Part:
 class Center:
     """The center, or the part of it that one of several servers has.
 
-    Args:
-        wire: How its variables lie in flat vectors.
-        copier: Copies parameters to such vectors.
-        copies: These vectors.
-        arrays: Name to array.
-        threads: To use for sums.
-
-    Attributes:
-        arrays: As given.
+    The ``copier`` copies its ``arrays`` to ``copies``, ``wire`` is their format;
+    ``threads`` compute sums.
     """
 
     def __init__(
@@ -136,31 +125,27 @@ class Center:
         arrays: dict[str, Array],
         threads: int = 1,
     ) -> None:
-        self._wire, self._copier, self._copies = wire, copier, copies
+        self.wire, self._copier, self._copies = wire, copier, copies
         self.arrays, self._threads = arrays, threads
         self._sum: Array | None = None
-
-    def is_complete(self, batch: Batch) -> bool:
-        """Whether every vector of a batch on this node has all gradients."""
-        return self._wire.is_complete(batch)
 
     def read(self, batch: Any, deadline: Deadline) -> dict[str, Any]:
         """Return the means of the gradients that are present, times their factor."""
         # Before the mean, which overwrites memory that they need.
-        parts = {p.name: batch.rows(p, deadline) for p in self._wire.rows}
+        parts = {p.name: batch.rows(p, deadline) for p in self.wire.rows}
         mean, rows = self._mean(batch, deadline), {}
         # There is no gradient if its rank was admitted and then failed to write.
         if mean is None:
             return {}
         if parts:
-            rows = self._wire.read_rows(parts, mean, batch.divisor, batch.factor)
+            rows = self.wire.read_rows(parts, mean, batch.divisor, batch.factor)
         if batch.factor != 1:
             mean = self._scaled(mean, batch.factor)
-        return {**self._wire.read_gradients(mean), **rows}
+        return {**self.wire.read_gradients(mean), **rows}
 
     def _mean(self, batch: Batch | Order, deadline: Deadline) -> Array | None:
         """Return the mean of the arrays of a batch, which may be changed."""
-        size = self._wire.gradients.size
+        size = self.wire.gradients.size
         if isinstance(batch, Order):
             return batch.mean
         if not batch.places:
@@ -176,7 +161,7 @@ class Center:
 
     def _scaled(self, mean: Array, factor: float) -> Array:
         """Return a mean times its factor; a rank may still read the mean itself."""
-        scaled, arrays = self._room(mean.dtype)[: mean.size], self._wire.present.start
+        scaled, arrays = self._room(mean.dtype)[: mean.size], self.wire.present.start
         np.copyto(scaled, mean)
         with np.errstate(all="ignore"):
             scaled[:arrays] *= mean.dtype.type(factor)
@@ -185,17 +170,17 @@ class Center:
     def _room(self, dtype: np.dtype[Any]) -> Array:
         """Return memory for a vector of gradients, allocated once."""
         if self._sum is None:
-            self._sum = np.empty(self._wire.gradients.size, dtype)
+            self._sum = np.empty(self.wire.gradients.size, dtype)
         return self._sum
 
     def note(self, grads: Mapping[str, Any]) -> None:
         """Note which rows of sparse variables gradients will change."""
-        rows = {p.name: grads[p.name] for p in self._wire.rows if p.name in grads}
+        rows = {p.name: grads[p.name] for p in self.wire.rows if p.name in grads}
         self._copier.note({name: each.indices for name, each in rows.items()})
 
     def assign(self, values: Mapping[str, Array]) -> None:
         """Set it to values, one for each array."""
-        rows = [place.name for place in self._wire.rows]
+        rows = [place.name for place in self.wire.rows]
         self._copier.note({name: np.arange(len(self.arrays[name])) for name in rows})
         for name, array in self.arrays.items():
             np.copyto(array, values[name])

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from hpcaccum.deadline import Deadline
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
-    from hpcaccum.nodes import Steps
+    from hpcaccum.nodes import Place, Steps
     from hpcaccum.server.parameter_copies import Copier, Message
 
 # For so many seconds after a step has come, a rank does not ask for a newer one: the
@@ -71,9 +71,8 @@ _NONE = -1
 class Change:
     """Changes of memory of a node, which one thread makes and all its ranks wait for.
 
-    Args:
-        made_here: Whether a thread of this rank makes them. Its other threads then
-            block: if they polled, they would take the interpreter from it.
+    If it is ``made_here``, by a thread of this rank, its other threads block: if they
+    polled, they would take the interpreter from it.
     """
 
     def __init__(self, *, made_here: bool) -> None:
@@ -111,6 +110,90 @@ class Change:
             deadline.block(announced.until(fact), missing)
         finally:
             self._blocked.remove(announced)
+
+
+class Promises:
+    """Which version each node waits for or will get; on the root's node."""
+
+    def __init__(self) -> None:
+        self.newest = _NONE
+        # What each node has asked for last, and the last that was promised to it.
+        self._wants: dict[int, int] = {}
+        self._promised: dict[int, int] = {}
+
+    def want(self, node: int, version: int) -> bool:
+        """Note what a node asks for; return whether the newest must be sent to it."""
+        if version <= self._promised.get(node, _NONE):
+            return False
+        if version > self.newest:
+            # It asks for a later one than before only when it has got that.
+            self._wants[node] = version
+            return False
+        self._promise([node])
+        return True
+
+    def publish(self, version: int, nodes: Collection[int]) -> list[int]:
+        """Note the newest version; return the nodes to which it must be sent.
+
+        Among them are ``nodes``, which wait for it and do not ask.
+        """
+        self.newest = version
+        ready = {node for node, wanted in self._wants.items() if wanted <= version}
+        ready.update(nodes)
+        self._promise(ready)
+        return sorted(ready)
+
+    def _promise(self, nodes: Collection[int]) -> None:
+        for node in nodes:
+            self._promised[node] = self.newest
+            # What the root itself has sent is there before the agent knows of it, so
+            # the node may want a later one by now.
+            if self._wants.get(node, _NONE) <= self.newest:
+                self._wants.pop(node, None)
+
+
+class Messages:
+    """Messages with what a server has published; nodes that lack the same share one."""
+
+    def __init__(self, copier: Copier, own: DoubleBuffer) -> None:
+        self._copier, self._own = copier, own
+        self._kept: list[Message] = []
+        self._reading = False
+
+    def newest(self, since: int) -> Generator[bool, None, Message]:
+        """Return a message with the newest version.
+
+        A node that is slow must delay neither updates nor other nodes.
+        """
+        while self._reading:
+            # It may be the same one.
+            yield False
+        version, copy = self._own.newest()
+        for found in self._kept:
+            if (found.version, found.since) == (version, since):
+                return found
+        self._reading = True
+        message = self._copier.message(since, self._spare())
+        yield from message.reading(self._own.copy(copy))
+        while not self._own.has_kept(version, copy):
+            yield False
+            version, copy = self._own.newest()
+            yield from message.reading(self._own.copy(copy))
+        self._reading = False
+        message.complete(version)
+        self._kept.append(message)
+        return message
+
+    def _spare(self) -> Array | None:
+        for each in self._kept:
+            if not each.users:
+                self._kept.remove(each)
+                return each.data
+        return None
+
+    def clear(self) -> None:
+        """Free their memory."""
+        self._kept.clear()
 
 
 class Publisher(Service):
@@ -170,16 +253,12 @@ class Publisher(Service):
             undo.pop_all()
 
     def _join(self, agent: Agent) -> None:
-        # On the root's node: the newest version; what each node has asked for last, and
-        # the last that was promised to it.
-        self._newest = _NONE
-        self._wants: dict[int, int] = {}
-        self._promised: dict[int, int] = {}
+        self.promises = Promises()
         # On a server's node: of each node, what is on its way, the last version sent,
         # and its place.
         self.turns, self._sending = StepQueue(self._run_steps), self.queues()
-        self._messages: list[Message] = []
-        self._reading = False
+        if self.server_here >= 0:
+            self._messages = Messages(self._copier, self.own)
         self._sent: dict[int, int] = {}
         self._places: dict[int, int] = {}
         # The versions for which ranks of this node wait, and the one that it has asked
@@ -262,10 +341,10 @@ class Publisher(Service):
 
     # A server
 
-    def complete(self, version: int, awaited_by: Iterable[int] = ()) -> None:
+    def complete(self, version: int, awaited: Iterable[Place] = ()) -> None:
         """Publish what was written since ``own.begin``.
 
-        Nodes of the ranks that wait for it get it from a single server unasked.
+        Nodes of gradients whose ranks wait get it from a single server unasked.
         """
         if not self._is_here:
             # Those who wait for it are named in the order to make it.
@@ -276,7 +355,7 @@ class Publisher(Service):
             return
         # Before any rank can have this version, `newest_version` must return it.
         self.announce(version)
-        nodes = {self._node_of[rank] for rank in awaited_by} - set(self.nodes)
+        nodes = {self._node_of[each.rank] for each in awaited} - set(self.nodes)
         pushed = self._push(version, nodes)
         self.complete_here(version)
         self.tell(self.nodes, "published", version, nodes, pushed)
@@ -378,47 +457,23 @@ class Publisher(Service):
 
     def _do_want(self, node: int, version: int) -> None:
         """Have a version sent to a node, now or when it is made."""
-        if version <= self._promised.get(node, _NONE):
-            return
-        if version > self._newest:
-            # It asks for a later one than before only when it has got that.
-            self._wants[node] = version
-            return
-        self._promise([node])
-        self._send_promised([node])
-
-    def promise(self, version: int, nodes: Collection[int] = ()) -> list[int]:
-        """Note the newest version; return the nodes to which it must be sent.
-
-        Among them are ``nodes``, which wait for it and do not ask.
-        """
-        self._newest = version
-        ready = {node for node, wanted in self._wants.items() if wanted <= version}
-        ready.update(nodes)
-        self._promise(ready)
-        return sorted(ready)
-
-    def _promise(self, nodes: Collection[int]) -> None:
-        for node in nodes:
-            self._promised[node] = self._newest
-            # What the root itself has sent is there before the agent knows of it, so
-            # the node may want a later one by now.
-            if self._wants.get(node, _NONE) <= self._newest:
-                self._wants.pop(node, None)
+        if self.promises.want(node, version):
+            self._send_promised([node])
 
     def _do_published(self, version: int, nodes: list[int], pushed: bool) -> None:
         """Send a version to nodes that wait for it; not again if the root has."""
         for node in nodes if pushed else ():
             self._sent[node] = max(version, self._sent.get(node, 0))
-        self._send_promised(self.promise(version, nodes))
+        self._send_promised(self.promises.publish(version, nodes))
 
     def _send_promised(self, nodes: list[int]) -> None:
         """Have the servers send the newest version to nodes."""
+        newest = self.promises.newest
         if len(self._parts) == 1:
-            self._begin_to_send(self._newest, nodes)
+            self._begin_to_send(newest, nodes)
         elif nodes:
-            self.tell(self.nodes, "send", self._newest, nodes)
-            self.tell(nodes, "expect", self._newest)
+            self.tell(self.nodes, "send", newest, nodes)
+            self.tell(nodes, "expect", newest)
 
     # On a server's node
 
@@ -432,7 +487,7 @@ class Publisher(Service):
         while not published():
             yield False
         if nodes:
-            message = yield from self._message(NOTHING)
+            message = yield from self._messages.newest(NOTHING)
             message.users += len(nodes)
             self._begin_to_send(version, nodes, message)
 
@@ -447,7 +502,8 @@ class Publisher(Service):
         if message is None:
             if self._sent.get(node, _NONE) >= version:
                 return
-            message = yield from self._message(self._places.get(node, NOTHING))
+            since = self._places.get(node, NOTHING)
+            message = yield from self._messages.newest(since)
             message.users += 1
         self._sent[node], self._places[node] = message.version, message.place
         server = self.nodes.index(self.agent.node)
@@ -468,43 +524,13 @@ class Publisher(Service):
         rank, tag = self.agent.leaders[node], self.tag()
         return send_pieces(self.agent.comm, rank, tag, pieces_in(message))
 
-    def _message(self, since: int) -> Generator[bool, None, Message]:
-        """Return a message with the newest version.
-
-        A node that is slow must delay neither updates nor other nodes.
-        """
-        while self._reading:
-            # It may be the same one.
-            yield False
-        version, copy = self.own.newest()
-        for found in self._messages:
-            if (found.version, found.since) == (version, since):
-                return found
-        self._reading = True
-        message = self._copier.message(since, self._spare())
-        yield from message.reading(self.own.copy(copy))
-        while not self.own.has_kept(version, copy):
-            yield False
-            version, copy = self.own.newest()
-            yield from message.reading(self.own.copy(copy))
-        self._reading = False
-        message.complete(version)
-        self._messages.append(message)
-        return message
-
-    def _spare(self) -> Array | None:
-        for each in self._messages:
-            if not each.users:
-                self._messages.remove(each)
-                return each.data
-        return None
-
     def free(self) -> None:
         """Free the memory, after the last version is published. Collective."""
         if not self._alone:
             # When all that was asked for is sent.
             self.agent.remove(self.number, f"{self._what}: free")
-            self._messages.clear()
+            if self.server_here >= 0:
+                self._messages.clear()
             self._words.free()
         if self.server_here >= 0 and not self._is_here:
             self.own.free()

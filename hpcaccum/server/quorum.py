@@ -24,23 +24,13 @@ _PACKING = Packing(shaped=False)
 class QuorumInbox(SharedAccumulator):
     """Admits gradients of the current step; passes on those of a quorum. Collective.
 
-    Gradients are vectors. Their rows, at the places ``rows``, lie at their end.
-
-    Args:
-        group, root, what: The ranks; the one that takes; what messages begin with.
-        size, dtype, rows: Of a gradient.
-        quorum: Gradients of one update, at least.
-        workers: How many ranks contribute. If not all, the root does not.
-        late: Factor of a gradient of the step before; 0 if it is dropped.
-
-    Attributes:
-        most: Maximum number of gradients of one update.
-        most_first_step: Maximum step that can be set.
-        parts: The memory of all gradients.
-        membership: Which ranks have left.
+    Gradients are vectors. Their rows, at the places ``rows``, lie at their end. The
+    root gives gradients unless there are fewer ``workers`` than ranks. ``late`` is the
+    factor of a gradient of the step before; 0 if it is dropped.
     """
 
     adds = True
+    # Of the gradients of one update, and of the step that can be set.
     most, most_first_step = _PACKING.max_count, _PACKING.max_first_step
 
     def __init__(
@@ -51,9 +41,9 @@ class QuorumInbox(SharedAccumulator):
         dtype: Any,
         quorum: int,
         workers: int,
-        rows: Sequence[RowPlace] = (),
-        what: str = "gradients",
-        late: float = 0.0,
+        rows: Sequence[RowPlace],
+        what: str,
+        late: float,
     ) -> None:
         self._shape = (size,)
         settings = Settings(
@@ -69,6 +59,7 @@ class QuorumInbox(SharedAccumulator):
         assert isinstance(self.storage, Buffers)
         self._buffers, self.parts = self.storage, self.storage.parts
         self.membership = self.protocol.membership
+        self.counters = self.protocol.counters
         self._quorum, self.needs_all = quorum, quorum == workers
         self._buffer: Array | None = None
 
@@ -81,19 +72,12 @@ class QuorumInbox(SharedAccumulator):
         """Set the step."""
         self.protocol.set_step(step)
 
-    def check_present(self) -> None:
-        """Raise InvalidArgumentError if this rank has left."""
-        self.membership.check_present("apply")
-
     def pin(self) -> None:
         """Pin this rank's buffers, so that the CUDA device copies to them directly."""
         self._buffers.pin()
 
     def buffer(self, known: int = 0) -> Array:
-        """Return the memory for this rank's next gradient.
-
-        This rank has the parameters of the step ``known``; it may spare a round trip.
-        """
+        """Return the memory for the next gradient of a rank that has a step."""
         # The server takes one round after the other, and publishes a step before the
         # take of its round returns.
         self.writer.note_finished(known - 1)
@@ -106,10 +90,6 @@ class QuorumInbox(SharedAccumulator):
         assert self._buffer is not None
         return self.writer.submit(self._buffer, local_step, weight)
 
-    def count_nonfinite(self) -> None:
-        """Count a gradient of this rank that is not finite, and was not submitted."""
-        self.protocol.counters.count_nonfinite(self.group.rank)
-
     def useful(self, step: int) -> int:
         """Return the least step whose parameters are worth computing with at a step."""
         return step
@@ -118,11 +98,8 @@ class QuorumInbox(SharedAccumulator):
     def next(self, step: int, deadline: Deadline) -> Iterator[Batch]:
         """Wait for the quorum that makes step ``step + 1``; the root only.
 
-        If the block raises, the next call may give the same gradients again. If all
-        were given up, it gets none: ranks may know the next step by then.
-
-        Raises:
-            EverybodyLeftError: If all ranks have left and no gradient is left.
+        If all gradients were given up, it gets none: ranks may know the next step by
+        then.
         """
         with self.hold_round(self._quorum, deadline, empty=True) as closed:
             yield self._buffers.batch(closed)

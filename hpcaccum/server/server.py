@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hpcaccum.accumulator import Tally
     from hpcaccum.dtypes import Array
     from hpcaccum.server.loop import Loop, Update
+    from hpcaccum.server.node_update import ElementwiseRule
     from hpcaccum.server.options import ServerSetup
 
     # For each variable, names to arrays or integers.
@@ -50,17 +51,20 @@ class ParameterServer(Client):
     a `Loop`, in threads beside its own training or alone. After `free` the last
     parameters can still be read, with their step and the tally.
 
+    The ``rule`` makes the updates of all variables if they are alike; it is equal on
+    all ranks. `free` calls ``finish`` on every rank, after the last update, while pulls
+    are still possible.
+
     Attributes:
         only_serves: Whether this rank serves and does not train.
-
-    Raises:
-        InvalidArgumentError: On every rank, if MPI provides no THREAD_MULTIPLE and the
-            root is not dedicated, or there are several nodes or servers; or ``step`` is
-            negative or too large.
-        DisagreementError: On every rank, if ``step`` or ``tally`` differ.
     """
 
-    def __init__(self, setup: ServerSetup) -> None:
+    def __init__(
+        self,
+        setup: ServerSetup,
+        rule: ElementwiseRule | None,
+        finish: Callable[[], None],
+    ) -> None:
         group, what, step = setup.group, setup.what, setup.step
 
         def check() -> dict[str, object]:
@@ -76,7 +80,8 @@ class ParameterServer(Client):
         self._served = self._frees = False
         # Servers that this rank leaves when it ends one of them: others may wait there.
         self._with: list[ParameterServer] = []
-        super().__init__(setup)
+        self._finish = finish
+        super().__init__(setup, rule)
         self._dedicated = bool(setup.options.dedicated)
         self.only_serves = self._dedicated and self.is_server
         if self._dedicated:
@@ -323,7 +328,7 @@ class ParameterServer(Client):
         """Return the gradients accepted and dropped so far, of all ranks."""
         if self._final is not None:
             return self._final.tally
-        tally, earlier = self._inbox.tally(), self._setup.tally
+        tally, earlier = self._inbox.counters.tally(), self._setup.tally
         return tally if earlier is None else earlier + tally
 
     # The end
@@ -386,7 +391,7 @@ class ParameterServer(Client):
         notes = self._group.gather_present(self.note, call)
         self.notes = [notes.get(rank, ()) for rank in range(self._group.size)]
         self._end_updates(call)
-        self._setup.finish()
+        self._finish()
         # From now on nothing reads the shared memory.
         self._final = self._read_state()
         if self._updates is not None:

@@ -43,17 +43,14 @@ class WireFormat:
     mean of such vectors, that number is the share of gradients that are present, with
     their weights.
 
-    The gradients of sparse variables are rows, which follow these numbers.
-
-    Args:
-        parameters: Layout of a vector of parameters.
-        dtypes: Dtypes of the variables, by name.
-        capacities: Name of each sparse variable to the maximum number of rows of its
-            gradients in a vector.
+    The gradients of sparse variables are rows, which follow these numbers;
+    ``capacities`` are the maximum numbers of these rows, by name.
 
     Attributes:
+        parameters: Layout of a vector of parameters.
         gradients: Layout of a vector of gradients, without its rows; begins like that
             of the parameters if no variable is sparse.
+        present: The place of the numbers in a vector of gradients.
         rows: The places of rows in a vector of gradients.
         size: Elements of a vector of gradients.
     """
@@ -69,6 +66,7 @@ class WireFormat:
         arrays = {name: shapes[name] for name in shapes if name not in capacities}
         arrays[_PRESENT] = (len(shapes),)
         self.gradients = Layout(arrays, parameters.dtype)
+        self.present = self.gradients.place(_PRESENT)
         self.rows: list[RowPlace] = []
         self.size = self.gradients.size
         for name, capacity in capacities.items():
@@ -83,11 +81,6 @@ class WireFormat:
         """Return that of some variables, by name."""
         dtypes = {name: array.dtype for name, array in variables.items()}
         return cls(Layout.of(variables), dtypes, capacities)
-
-    @property
-    def present(self) -> slice:
-        """The place of the numbers in a vector of gradients."""
-        return self.gradients.place(_PRESENT)
 
     def gradient_views(self, flat: Array) -> tuple[dict[str, Array], Array]:
         """Return the place of each array in a vector, and that of the numbers."""
@@ -115,6 +108,9 @@ class WireFormat:
             _copy_gradients(arrays, views, flat)
         else:
             send(arrays, flat)
+        if grads.keys() == self.dtypes.keys():
+            present[:] = 1
+            return
         present[:] = [name in grads for name in self.parameters]
         if clear:
             for name in views.keys() - grads.keys():
@@ -144,12 +140,13 @@ class WireFormat:
 
     def is_complete(self, batch: Batch) -> bool:
         """Whether every vector of a batch on this node has all gradients."""
-        present = self.present
-        vectors = zip(batch.views(present.stop), batch.factors, strict=True)
-        numbers = [view[present] * factor for view, factor in vectors]
-        # A vector may be the sum of several, and weights may not be exact.
-        error = np.abs(sum(numbers) - batch.divisor)
-        return bool(numbers) and bool(np.all(error <= _EXACT * batch.divisor))
+        if not batch.places:
+            return False
+        total, present = np.float64(0), self.present
+        for view, factor in zip(batch.views(present.stop), batch.factors, strict=True):
+            total = total + view[present] * factor
+        # Its weights may not be exact.
+        return bool(total.min() >= (1 - _EXACT) * batch.divisor)
 
     def read_gradients(self, flat: Array) -> dict[str, Array]:
         """Return the arrays that are present, as views of a vector.
@@ -176,21 +173,12 @@ def _unrounded(weight: float) -> float:
 def _copy_gradients(
     grads: Mapping[str, Array], places: Mapping[str, Array], flat: Array
 ) -> None:
-    away = {
-        name: array
-        for name, array in grads.items()
-        if not same_elements(array, places[name])
-    }
-    for name, array in away.items():
-        # The place of another one may be overwritten before this one is read.
-        if overlap(array, flat):
+    away = {}
+    for name, array in grads.items():
+        if not overlap(array, flat):
+            away[name] = array
+        elif not same_elements(array, places[name]):
+            # The place of another one may be overwritten before this one is read.
             away[name] = array.copy()
     for name, array in away.items():
         copy_quietly(places[name], array)
-
-
-def gradients_by_name(
-    pairs: Sequence[tuple[Any, Any]],
-) -> dict[str, Array]:
-    """Return the gradients that are not None, by the name of their variable."""
-    return {var.name: grad for grad, var in pairs if grad is not None}

@@ -290,7 +290,7 @@ def test_writes_go_on(survives, kind, when):
 UPDATE = (
     BEGIN.split("gradient = ")[0].replace("calls == 5", "calls == 2")
     + """
-def work(self, chunk, update, mean, scratch):
+def work(self, chunk, update, scratch):
     if rank == 0:
         # So that the other ranks do most pieces.
         time.sleep(0.002)
@@ -298,7 +298,7 @@ def work(self, chunk, update, mean, scratch):
         if calls == 1:
             self._slots[0][chunk][:500], self._center[chunk][:300] = 7, 9
         die()
-    make(self, chunk, update, mean, scratch)
+    make(self, chunk, update, scratch)
     if rank == size - 1 and when == "made":
         die()
 
