@@ -92,7 +92,7 @@ class Membership:
         """Whether no rank will contribute, after so many changes."""
         return changes > 0 and self.num_left(changes) >= self.workers
 
-    def check_present(self, verb: str) -> None:
+    def check_present(self) -> None:
         """Raise an error if this rank has left, or its object is broken."""
         if not self.has_left:
             self.check_counts(self._rank)
@@ -101,11 +101,11 @@ class Membership:
             raise LostRankError(str(self._broken))
         if self._broken is not None:
             raise BrokenObjectError(
-                f"rank {self._rank} can {verb} no more gradients: an exception ended "
+                f"rank {self._rank} can apply no more gradients: an exception ended "
                 f"a call, and the rank has left ({self._broken!r})"
             ) from self._broken
         raise InvalidArgumentError(
-            f"rank {self._rank} has left and can {verb} no more gradients"
+            f"rank {self._rank} has left and can apply no more gradients"
         )
 
     def check_counts(self, rank: int) -> None:

@@ -83,7 +83,7 @@ class Writer:
     def _submit(self, grad: Gradient) -> Receipt | None:
         """Submit; None if slots of other threads leave no buffer at the moment."""
         with self._turn.hold("apply_grad"):
-            self._protocol.membership.check_present("apply")
+            self._protocol.membership.check_present()
             if self._unanswered:
                 self._settle()
             slot, fresh, in_place = self._buffers.choose(grad.array)

@@ -171,7 +171,7 @@ class BoundedStalenessInbox:
 
     def submit(self, local_step: int, weight: float = 1.0) -> Receipt:
         """Submit the gradient in the buffer, unless it is stale."""
-        self.membership.check_present("apply")
+        self.membership.check_present()
         self._settle()
         try:
             return self._submit(local_step)

@@ -284,7 +284,7 @@ class Client(Freeable):
 
     def check_present(self) -> None:
         """Raise InvalidArgumentError if this rank has left."""
-        self._inbox.membership.check_present("apply")
+        self._inbox.membership.check_present()
 
     def drop(self, local_step: int) -> Receipt:
         """Count a gradient that is not finite; return its receipt."""
