@@ -56,8 +56,9 @@ class Client(Freeable):
         self.is_server = setup.group.rank in servers
         self.on_device = all_on_device(setup.what, setup.initial.values())
         wire = self._wire = WireFormat.of(setup.initial, setup.capacities)
-        # A short vector is part of another message.
-        nbytes, narrow = wire.size * wire.gradients.dtype.itemsize, None
+        # A short vector, of gradients or parameters, is part of another message.
+        shorter = min(wire.size, wire.parameters.size)
+        nbytes, narrow = shorter * wire.gradients.dtype.itemsize, None
         if setup.options.wire_dtype is not None and not is_short(nbytes):
             narrow = np.dtype(setup.options.wire_dtype)
         self.rounds = narrow is not None

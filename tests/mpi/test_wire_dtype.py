@@ -154,12 +154,14 @@ def test_weights_and_missing_gradients_are_not_rounded(group, rank, size):
 # Where nothing is rounded
 
 
-def test_short_vectors_are_sent_as_they_are(group, rank, size):
-    x = variable(np.ones(7), np.float32)
+# A vector of gradients is longer than that of the parameters.
+@pytest.mark.parametrize("count", [7, 2047])
+def test_short_vectors_are_sent_as_they_are(group, rank, size, count):
+    x = variable(np.ones(count), np.float32)
     with testing.limits(short=1 << 13):
         options = {"comm": group, "wire_dtype": "bfloat16"}
         with hpc.SyncReplicasOptimizer(hpc.SGD(1), size, **options) as opt:
-            opt.minimize(gives(np.full(7, FINE)), var_list=[x])
+            opt.minimize(gives(np.full(count, FINE)), var_list=[x])
             assert np.unique(x.value) == 1 - FINE
 
 
