@@ -82,7 +82,7 @@ copies2 | 45 655 170 92 | two copies | shared memory | double_buffer.py
 agent3 | 550 385 195 92 | the agent | accumulator/ | host_calls.py
 words3 | 550 515 195 92 | words of the node | step, round, records | \
 accumulator/protocol.py
-parts3 | 550 655 195 92 | the agent | nodes/parts.py: | collecting
+parts3 | 550 655 195 92 | the same agent | nodes/parts.py: | collecting
 server3 | 790 655 170 92 | the server | server/loop.py | server/publisher.py
 """
 # From, to, where each end is (a side, and how far along it in percent), the label.

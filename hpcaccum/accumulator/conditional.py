@@ -415,7 +415,8 @@ class ConditionalAccumulator(Accumulator):
             local_step: The step at which the gradient was computed; one number.
             name: Ignored.
             weight: What it counts in the reduction, such as the number of samples in
-                its batch. It multiplies the gradient when the sum is formed.
+                its batch. It multiplies the gradient while that is copied; one in a
+                slot, when the sum is formed.
 
         Returns:
             Whether it was accepted, and the accumulator's step.
