@@ -6,7 +6,6 @@ import argparse
 import functools
 import itertools
 import math
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +13,15 @@ from hpcaccum import option_values as values
 from hpcaccum.dtypes import float_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.files import JsonLines, check_apart, ending_the_job
-from hpcaccum.plan import advice
-from hpcaccum.plan.compute import compute
+from hpcaccum.plan import report
+from hpcaccum.plan.compute import compute, quantity
 from hpcaccum.plan.machine import Machine, machine
 from hpcaccum.plan.setting import STRATEGIES, Setting, automatic_servers
 from hpcaccum.plan.simulation import predict
 from hpcaccum.plots import check_picture
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 _POWERS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
 # Parts of the ranks that are tried as quorums, if none is given.
@@ -61,28 +60,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is tried, each with each")
     add = functools.partial(values.add, group)
     every = *STRATEGIES, "all"
+    named: dict[str, Any] = {"choices": every, "nargs": "+", "default": ["all"]}
     text = f"{', '.join(every)} (all)"
-    group.add_argument(
-        "--strategy",
-        choices=every,
-        nargs="+",
-        default=["all"],
-        metavar="NAME",
-        help=text,
-    )
+    group.add_argument("--strategy", **named, metavar="NAME", help=text)
     add("--quorum", _counts, _QUORUM)
-    add("--staleness", _wholes, _STALENESS)
+    add("--staleness", _several(values.whole), _STALENESS)
     text = "sync-replicas: gradients that are one update late count, too"
     values.add_flag(group, "--lateness", text)
-    add(
-        "--period",
-        _counts,
-        "gradients between pushes of agn and local-steps (10)",
-        [10],
-    )
+    text = "gradients between pushes of agn and local-steps (10)"
+    add("--period", _counts, text, [10])
     text = "local-steps: parts of the parameters, pushed in turns (1)"
     add("--fragments", _counts, text, [1])
-    add("--servers", _servers, "servers, on different nodes, or auto (1)", [1])
+    # 0 stands for auto.
+    servers = _several(lambda text: 0 if text == "auto" else values.count(text))
+    add("--servers", servers, "servers, on different nodes, or auto (1)", [1])
 
     group = parser.add_argument_group("simulation and output")
     add = functools.partial(values.add, group)
@@ -96,40 +87,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", values.picture, text, None, "FILE")
 
 
+def _several(kind: Callable[[str], int]) -> Callable[[str], list[int]]:
+    return lambda text: [kind(each) for each in text.split(",")]
+
+
 def _counts(text: str) -> list[int]:
     """Return the numbers of a text such as 4,6 or 4:64, which doubles them."""
     found = list[int]()
     for part in text.split(","):
         first, colon, last = part.partition(":")
-        found.append(values.count(first))
-        if colon:
-            end = values.count(last)
-            if end < found[-1]:
-                raise argparse.ArgumentTypeError(
-                    f"must be numbers such as 4,6 or a range such as 4:64, got {text!r}"
-                )
-            while 2 * found[-1] <= end:
-                found.append(2 * found[-1])
+        number = values.count(first)
+        end = values.count(last) if colon else number
+        if end < number:
+            raise argparse.ArgumentTypeError(
+                f"must be numbers such as 4,6 or a range such as 4:64, got {text!r}"
+            )
+        while number <= end:
+            found.append(number)
+            number *= 2
     return list(dict.fromkeys(found))
 
 
 def _parameters(text: str) -> int:
-    """Return a number such as 25M."""
-    found = re.fullmatch(r"([0-9]+\.?[0-9]*)([KMGB]?)", text)
-    if not found or not float(found[1]):
-        raise argparse.ArgumentTypeError(
-            f"must be a number such as 25M, 1.5G or 1000, got {text!r}"
-        )
-    return round(float(found[1]) * _POWERS[found[2]])
-
-
-def _wholes(text: str) -> list[int]:
-    return [values.whole(each) for each in text.split(",")]
-
-
-def _servers(text: str) -> list[int]:
-    """Return numbers; 0 stands for auto."""
-    return [0 if each == "auto" else values.count(each) for each in text.split(",")]
+    wanted = "must be a number such as 25M, 1.5G or 1000"
+    found = round(quantity(text, _POWERS, wanted))
+    if not found:
+        raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}")
+    return found
 
 
 def prepare(args: argparse.Namespace) -> Callable[[], None]:
@@ -148,45 +132,46 @@ def _settings(args: argparse.Namespace) -> list[Setting]:
     for ranks, strategy in itertools.product(args.ranks, chosen):
         nodes = min(args.nodes, ranks)
         args.compute.check(ranks, nodes)
-        for options in _options(strategy, args, ranks, nodes, nbytes):
-            found.append(Setting(strategy, ranks, nodes, nbytes, **options))
+        tried = _tried(strategy, args, ranks, nodes, automatic_servers(nbytes, nodes))
+        for options in itertools.product(*tried.values()):
+            named = dict(zip(tried, options, strict=True))
+            found.append(Setting(strategy, ranks, nodes, nbytes, **named))
     return list(dict.fromkeys(found))
 
 
-def _options(
-    strategy: str, args: argparse.Namespace, ranks: int, nodes: int, nbytes: int
-) -> Iterator[dict[str, Any]]:
-    """Yield the options of one strategy, each with each."""
+def _tried(
+    strategy: str, args: argparse.Namespace, ranks: int, nodes: int, auto: int
+) -> dict[str, Any]:
+    """Return the values of each option of a strategy."""
     if strategy == "cross-shard":
-        yield {}
-        return
-    auto = automatic_servers(nbytes, nodes)
-    tried: dict[str, Any] = {"servers": [each or auto for each in args.servers]}
-    if (most := max(tried["servers"])) > nodes:
+        return {}
+    servers = [each or auto for each in args.servers]
+    if (most := max(servers)) > nodes:
         raise InvalidArgumentError(
             f"--servers: {most} servers need as many nodes; {ranks} ranks have {nodes}"
         )
     if (most := max(args.quorum or [0])) > ranks:
         raise InvalidArgumentError(f"--quorum: {most} is more than {ranks} ranks")
     if strategy == "sync-replicas":
-        usual = [max(1, round(part * ranks)) for part in _QUORUMS]
-        tried.update(quorum=args.quorum or usual, staleness=[int(args.lateness)])
-    elif strategy == "drop-stale":
-        tried["staleness"] = args.staleness or [2 * ranks]
-    else:
-        tried["period"] = args.period
-    if strategy == "local-steps":
+        quorum = args.quorum or [max(1, round(part * ranks)) for part in _QUORUMS]
+        staleness = [int(args.lateness)]
+        return {"servers": servers, "quorum": quorum, "staleness": staleness}
+    if strategy == "drop-stale":
+        return {"servers": servers, "staleness": args.staleness or [2 * ranks]}
+    if strategy == "agn":
+        return {"servers": servers, "period": args.period}
+    if (most := max(args.fragments)) > min(args.period):
+        raise InvalidArgumentError(
+            f"--fragments must be at most --period, got {most} and {min(args.period)}"
+        )
+    return {
+        "servers": servers,
+        "period": args.period,
+        "quorum": args.quorum or [None],
         # With a quorum, late pushes are dropped.
-        lag = [0] if args.quorum else args.staleness or [math.inf]
-        tried.update(quorum=args.quorum or [None], staleness=lag)
-        tried["fragments"] = args.fragments
-        if (most := max(args.fragments)) > min(args.period):
-            raise InvalidArgumentError(
-                f"--fragments must be at most --period, got {most} and "
-                f"{min(args.period)}"
-            )
-    for chosen in itertools.product(*tried.values()):
-        yield dict(zip(tried, chosen, strict=True))
+        "staleness": [0] if args.quorum else args.staleness or [math.inf],
+        "fragments": args.fragments,
+    }
 
 
 def _run(args: argparse.Namespace, found: list[Setting], output: JsonLines) -> None:
@@ -195,7 +180,7 @@ def _run(args: argparse.Namespace, found: list[Setting], output: JsonLines) -> N
         f"{args.parameters} parameters in {args.dtype}, a gradient takes "
         f"{args.compute.text}\n{_USUAL if args.network is None else args.network}"
     )
-    print(title, advice.LEGEND, "", sep="\n", flush=True)
+    print(title, report.LEGEND, "", sep="\n", flush=True)
     seeds = range(args.seed, args.seed + args.repeats)
     predictions = []
     for setting in found:
@@ -207,12 +192,10 @@ def _run(args: argparse.Namespace, found: list[Setting], output: JsonLines) -> N
         output.write({**facts, "machine": vars(costs), "fitted": costs.ranks > 0})
         predictions.append(prediction)
     output.close()
-    print(*advice.lines(predictions), "", sep="\n")
-    print(*advice.words(predictions, args.compute), sep="\n")
+    print(*report.lines(predictions), "", sep="\n")
+    print(*report.words(predictions, args.compute), sep="\n")
     print("how fast the loss falls with a lag, or with more samples, is not predicted")
     if args.plot:
-        from hpcaccum.plan.plot import draw
-
         with ending_the_job("--plot", args.plot):
-            draw(predictions, title, args.plot)
+            report.draw(predictions, title, args.plot)
         print(f"picture: {args.plot}")

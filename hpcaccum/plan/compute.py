@@ -16,7 +16,7 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.files import read_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping
 
     import numpy.typing as npt
 
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _NUMBER = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)"
-_TIME = re.compile(f"{_NUMBER} ?({'|'.join(_SECONDS)})")
 _SHARE = re.compile(f"{_NUMBER}% x{_NUMBER}(?:-{_NUMBER})?")
 _NAMED = re.compile(r"(rank|node)s? ([0-9,-]+) ([x+]) ?(\S+)")
 _FAILURES = re.compile(rf"failures {_NUMBER}/h restart (\S+)")
+_WANTS = {"normal": "MEAN DEVIATION", "lognormal": "MEAN SIGMA", "exponential": "MEAN"}
+_TIME = "must be a time such as 30ms, 1.5s or 200us"
 _FIRST = (
     "the first term must be a time such as 30ms, 'normal MEAN DEVIATION', 'lognormal "
     "MEAN SIGMA', 'exponential MEAN', or a file of times"
@@ -42,21 +43,20 @@ _MORE = (
 )
 
 
+def quantity(text: str, units: Mapping[str, float], wanted: str) -> float:
+    """Return a number with one of the units, or raise ArgumentTypeError."""
+    if found := re.fullmatch(f"{_NUMBER} ?({'|'.join(units)})", text):
+        return float(found[1]) * units[found[2]]
+    raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}")
+
+
 def seconds(text: str, what: str) -> float:
     """Return the seconds of a time such as 30ms, or raise ArgumentTypeError."""
-    if found := _TIME.fullmatch(text):
-        return float(found[1]) * _SECONDS[found[2]]
-    wanted = "a time such as 30ms, 1.5s or 200us"
-    raise argparse.ArgumentTypeError(f"{what} must be {wanted}, got {text!r}")
+    return quantity(text, _SECONDS, f"{what} {_TIME}")
 
 
-def number(text: str, what: str) -> float:
-    """Return a number of at least 0, or raise ArgumentTypeError."""
-    if re.fullmatch(_NUMBER, text):
-        return float(text)
-    raise argparse.ArgumentTypeError(
-        f"{what} must be a number such as 0.3, got {text!r}"
-    )
+def _number(text: str, what: str) -> float:
+    return quantity(text, {"": 1.0}, f"{what} must be a number such as 0.3")
 
 
 class Change(NamedTuple):
@@ -74,14 +74,9 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Compute:
-    """What ``--compute`` says.
+    """What ``--compute`` says: ``failures`` of a node in a second, seconds to restart.
 
-    Attributes:
-        text: As it was typed.
-        distribution: Draws times of gradients; or the series of a file.
-        changes: Applied to them in order.
-        failures: Of a node, in each second.
-        restart: Seconds from a failure until all ranks train again.
+    The distribution draws times of gradients, which the changes change in order.
     """
 
     text: str
@@ -121,22 +116,20 @@ def compute(text: str) -> Compute:
 
 def _distribution(text: str) -> Distribution | Series:
     name, *given = text.split() or [""]
-    if _TIME.fullmatch(text):
-        mean = seconds(text, "it")
+    if name not in _WANTS:
+        if Path(text).is_file():
+            return _file(Path(text))
+        mean = quantity(text, _SECONDS, _FIRST)
         return lambda rng, shape: np.full(shape, mean)
-    wants = {"normal": "MEAN DEVIATION", "lognormal": "MEAN SIGMA"}
-    wants["exponential"] = "MEAN"
-    if name not in wants:
-        return _file(text)
-    if len(given) != len(wants[name].split()):
-        raise argparse.ArgumentTypeError(f"{name} needs {wants[name]}, got {text!r}")
+    if len(given) != len(_WANTS[name].split()):
+        raise argparse.ArgumentTypeError(f"{name} needs {_WANTS[name]}, got {text!r}")
     mean = seconds(given[0], f"MEAN of {name}")
     if name == "exponential":
         return lambda rng, shape: rng.exponential(mean, shape)
     if name == "normal":
         width = seconds(given[1], "DEVIATION of normal")
         return lambda rng, shape: np.maximum(rng.normal(mean, width, shape), 0)
-    sigma = number(given[1], "SIGMA of lognormal, the deviation of the logarithm,")
+    sigma = _number(given[1], "SIGMA of lognormal, the deviation of the logarithm,")
     # Its mean is exp(mu + sigma ** 2 / 2).
     mu = math.log(max(mean, 1e-300)) - sigma**2 / 2
     return lambda rng, shape: rng.lognormal(mu, sigma, shape)
@@ -152,7 +145,7 @@ def _change(term: str, what: str) -> Change:
         chosen = _numbers(numbers, what)
         if sign == "+":
             return Change(1.0, kind, chosen, delay=seconds(size, f"{what} its delay"))
-        factor = number(size, f"{what} its factor")
+        factor = _number(size, f"{what} its factor")
         return Change(1.0, kind, chosen, (factor, factor))
     raise argparse.ArgumentTypeError(f"{what} must be {_MORE}")
 
@@ -170,60 +163,40 @@ def _numbers(text: str, what: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _file(text: str) -> Series:
-    path = Path(text)
-    if not text or not path.is_file():
-        raise argparse.ArgumentTypeError(f"{_FIRST}, got {text!r}")
+def _file(path: Path) -> Series:
+    """Return the times in a file of ``train --trace``, by rank, or in a list."""
     try:
         lines = read_lines(path)
     except InvalidArgumentError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    found: dict[Any, list[float]] = {}
     try:
-        series = _traced(json.loads("\n".join(lines)))
+        for event in json.loads("\n".join(lines))["traceEvents"]:
+            if event["name"] == "compute":
+                rank = event["pid"], event["tid"]
+                found.setdefault(rank, []).append(event["dur"] * 1e-6)
     except (ValueError, TypeError, LookupError):
-        series = [_listed(path, lines)]
+        units, listed = {"": 1.0, **_SECONDS}, list[float]()
+        for place, line in enumerate(lines, 1):
+            wanted = f"{path}, line {place}: each {_TIME}"
+            words = re.sub(r"[\[\],;]", " ", line.partition("#")[0]).split()
+            listed += [quantity(word, units, wanted) for word in words]
+        found = {0: listed}
+    series = [found[rank] for rank in sorted(found)]
     if not any(series):
         raise argparse.ArgumentTypeError(f"{path} has no time of a gradient")
     return series
 
 
-def _traced(trace: Any) -> Series:
-    """Return the times of gradients in a file of ``train --trace``, by rank."""
-    found: dict[tuple[int, int], list[float]] = {}
-    for event in trace["traceEvents"]:
-        if event["name"] == "compute":
-            place = event["pid"], event["tid"]
-            found.setdefault(place, []).append(event["dur"] * 1e-6)
-    return [found[place] for place in sorted(found)]
-
-
-def _listed(path: Path, lines: Sequence[str]) -> list[float]:
-    """Return the times in a text: seconds, or with units."""
-    found = list[float]()
-    for place, line in enumerate(lines, 1):
-        for word in re.sub(r"[\[\],;]", " ", line.partition("#")[0]).split():
-            what = f"{path}, line {place}: each"
-            plain = re.fullmatch(_NUMBER, word)
-            found.append(float(word) if plain else seconds(word, what))
-    return found
-
-
 class Draws:
-    """Draws times of gradients, the same ones for the same random numbers.
+    """Draws times of gradients, the same ones for the same seed.
 
     The times of a file are read in order, from a random place on, so that slow phases
-    last as long as they did.
-
-    Args:
-        compute: What is drawn.
-        node_of: The node of each rank.
-        rng: The source of random numbers.
+    last as long as they did. ``rng`` is for what else is random.
     """
 
-    def __init__(
-        self, compute: Compute, node_of: Ints, rng: np.random.Generator
-    ) -> None:
-        self._rng, self._distribution = rng, compute.distribution
+    def __init__(self, compute: Compute, node_of: Ints, seed: int) -> None:
+        self.rng, self._distribution = np.random.default_rng(seed), compute.distribution
         ranks = np.arange(len(node_of))
         self._changes = [
             (each, np.isin(node_of if each.kind == "node" else ranks, each.numbers))
@@ -231,18 +204,16 @@ class Draws:
         ]
         if isinstance(self._distribution, list):
             # All series in one vector: where that of each rank begins, and its length.
+            self._series = np.concatenate(self._distribution)
             lengths = np.array([len(each) for each in self._distribution])
-            self._series, whose = (
-                np.concatenate(self._distribution),
-                ranks % len(lengths),
-            )
-            self._begins = (np.cumsum(lengths) - lengths)[whose, np.newaxis]
-            self._lengths = lengths[whose, np.newaxis]
-            self._at = rng.integers(0, self._lengths)
+            whose = (ranks % len(lengths))[:, np.newaxis]
+            self._begins = (np.cumsum(lengths) - lengths)[whose]
+            self._lengths = lengths[whose]
+            self._at = self.rng.integers(0, self._lengths)
 
     def draw(self, ranks: Ints, count: int = 1) -> Floats:
         """Return the times of the next gradients of different ranks, a row for each."""
-        rng, shape, times = self._rng, (len(ranks), count), np.empty(0)
+        rng, shape, times = self.rng, (len(ranks), count), np.empty(0)
         if isinstance(self._distribution, list):
             places = (self._at[ranks] + np.arange(count)) % self._lengths[ranks]
             times = self._series[self._begins[ranks] + places]

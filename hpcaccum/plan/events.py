@@ -109,9 +109,7 @@ class Link:
 class Events:
     """Updates of one gradient each, if it is not more than ``staleness`` late."""
 
-    def __init__(
-        self, setting: Setting, machine: Machine, draws: Draws, rng: np.random.Generator
-    ) -> None:
+    def __init__(self, setting: Setting, machine: Machine, draws: Draws) -> None:
         self._setting, self._machine, self._draws = setting, machine, draws
         n, self._node_of = setting.ranks, setting.node_of.tolist()
         self._starts, self._took = [0.0] * n, [0.0] * n
@@ -120,8 +118,8 @@ class Events:
             Versions(self._starts, slice(*ends)) for ends in itertools.pairwise(bounds)
         ]
         self._drawn = [self._times(np.array([rank])) for rank in range(n)]
-        self._uniform = self._random(rng.random)
-        self._exponential = self._random(rng.standard_exponential)
+        self._uniform = self._random(draws.rng.random)
+        self._exponential = self._random(draws.rng.standard_exponential)
         self._heap = [(self._begin(rank, 0.0), rank) for rank in range(n)]
         heapq.heapify(self._heap)
         # Until when the word of the step, and the server, are busy.
@@ -149,17 +147,16 @@ class Events:
         calls = machine.call * (next(self._exponential) + self._setting.steps - 1)
         return start + self._took[rank] + calls + machine.moved(self._setting) + away
 
-    def run(self, updates: int, warm_up: int) -> Outcome:
-        """Simulate updates; those of the warm-up are not counted."""
+    def run(self, updates: int) -> Outcome:
+        """Simulate as many updates more."""
+        self._found = found = Outcome(updates, np.zeros(self._setting.ranks))
+        begun, last, self._since_pull = self._word, self._step + updates, 0.0
         links = self._inward + self._outward
-        for count in warm_up, updates:
-            self._found = found = Outcome(np.zeros(self._setting.ranks))
-            begun, last, self._since_pull = self._word, self._step + count, 0.0
-            for link in links:
-                link.carried = 0.0
-            while self._step < last:
-                self._arrive()
-        found.updates, found.seconds = updates, self._word - begun
+        for link in links:
+            link.carried = 0.0
+        while self._step < last:
+            self._arrive()
+        found.seconds = self._word - begun
         found.link = max(link.carried for link in links)
         # The interval of an accepted gradient includes its own admission.
         accepted = updates / found.lags.total()

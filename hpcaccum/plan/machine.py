@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,14 +12,17 @@ import numpy as np
 from hpcaccum.deadline import EAGER, nap_after
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.files import json_value, read_lines
-from hpcaccum.plan.compute import seconds
+from hpcaccum.plan.compute import quantity, seconds
 
 if TYPE_CHECKING:
     from hpcaccum.plan.compute import Floats
     from hpcaccum.plan.setting import Setting
 
-_RATE = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+) ?([KMGT]?)B/s")
-_POWERS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_RATES = {"B/s": 1.0, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12}
+_WANTED = (
+    "must be a file that hpcaccum bench plan --json wrote, or a latency and a rate of "
+    "a node, and optionally between nodes, such as '1us 25GB/s; 2us 12GB/s'"
+)
 # The product's own rule, at so many seconds that it is the same between them.
 _WAITS = np.concatenate([[0.0], np.geomspace(EAGER, 1.0, 500)])
 _NAPS = np.array([0.0, *map(nap_after, _WAITS[1:].tolist())])
@@ -87,28 +88,17 @@ def machine(text: str) -> Machine:
     """Return what ``--network`` says, or raise ArgumentTypeError."""
     if Path(text).is_file():
         return _fitted(Path(text))
-    levels = [_level(each.strip(), text) for each in text.split(";")]
+    levels = [each.strip().partition(" ") for each in text.split(";")]
     if len(levels) > 2:
         raise argparse.ArgumentTypeError(
             f"must have two levels at most, of a node and between nodes, got {text!r}"
         )
-    usual, (latency, copy) = Machine(), levels[0]
-    found = dataclasses.replace(usual, call=usual.call + latency, copy=copy)
+    rates = [quantity(rate.strip(), _RATES, _WANTED) for _, _, rate in levels]
+    latencies = [seconds(latency, "a latency") for latency, _, _ in levels]
+    found = Machine(call=Machine.call + latencies[0], copy=rates[0])
     if len(levels) == 2:
-        found = dataclasses.replace(found, latency=levels[1][0], link=levels[1][1])
+        return replace(found, latency=latencies[1], link=rates[1])
     return found
-
-
-def _level(text: str, whole: str) -> tuple[float, float]:
-    latency, _, rate = text.partition(" ")
-    found = _RATE.fullmatch(rate.strip())
-    if not found:
-        raise argparse.ArgumentTypeError(
-            "must be a file that hpcaccum bench plan --json wrote, or a latency and a "
-            "rate of a node, and optionally between nodes, such as "
-            f"'1us 25GB/s; 2us 12GB/s', got {whole!r}"
-        )
-    return seconds(latency, "a latency"), float(found[1]) * _POWERS[found[2]]
 
 
 def _fitted(path: Path) -> Machine:

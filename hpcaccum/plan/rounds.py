@@ -21,20 +21,17 @@ _AT_A_TIME = 1 << 20
 
 
 def allreduces(
-    setting: Setting,
-    machine: Machine,
-    draws: Draws,
-    updates: int,
-    rng: np.random.Generator,
+    setting: Setting, machine: Machine, draws: Draws, updates: int
 ) -> Outcome:
     """Simulate updates for which all ranks wait for each other."""
     n, left = setting.ranks, updates
-    everybody, found = np.arange(n), Outcome(np.zeros(n), Counter({0: n * updates}))
+    everybody = np.arange(n)
+    found = Outcome(updates, np.zeros(n), Counter({0: n * updates}))
     while left:
         count = min(left, max(1, _AT_A_TIME // n))
         drawn = draws.draw(everybody, count)
         found.computing += drawn.sum(axis=1)
-        drawn += rng.exponential(machine.call, drawn.shape)
+        drawn += draws.rng.exponential(machine.call, drawn.shape)
         longest = drawn.max(axis=0)
         # The first that has waited notices last that all have arrived.
         late = napped(longest - drawn.min(axis=0), np.full(count, n / (n + 1)))
@@ -42,7 +39,7 @@ def allreduces(
         left -= count
     crossing = 2 * (setting.nodes - 1) / setting.nodes * setting.nbytes / machine.link
     found.seconds += updates * machine.reducing(setting)
-    found.updates, found.link = updates, updates * crossing
+    found.link = updates * crossing
     return found
 
 
@@ -53,10 +50,8 @@ class Rounds:
     arrives, the last one of a quorum closes the round, and its ranks wait.
     """
 
-    def __init__(
-        self, setting: Setting, machine: Machine, draws: Draws, rng: np.random.Generator
-    ) -> None:
-        self._setting, self._machine, self._rng = setting, machine, rng
+    def __init__(self, setting: Setting, machine: Machine, draws: Draws) -> None:
+        self._setting, self._machine, self._rng = setting, machine, draws.rng
         self._draws, self._everybody = draws, np.arange(setting.ranks)
         self._quorum, self._node_of = setting.quorum or 1, setting.node_of
         self._crossing = machine.crossing(setting)
@@ -73,14 +68,13 @@ class Rounds:
         calls *= self._machine.call
         return begin + drawn + calls + self._machine.moved(self._setting), drawn
 
-    def run(self, updates: int, warm_up: int) -> Outcome:
-        """Simulate updates; those of the warm-up are not counted."""
-        for count in warm_up, updates:
-            self._found = found = Outcome(np.zeros(self._setting.ranks))
-            begun = self._published
-            for _ in range(count):
-                self._round()
-        found.updates, found.seconds = updates, self._published - begun
+    def run(self, updates: int) -> Outcome:
+        """Simulate as many updates more."""
+        self._found = found = Outcome(updates, np.zeros(self._setting.ranks))
+        begun = self._published
+        for _ in range(updates):
+            self._round()
+        found.seconds = self._published - begun
         overtaken = updates * (self._setting.ranks - self._quorum)
         found.law = overtaken / found.lags.total()
         return found

@@ -24,17 +24,10 @@ def automatic_servers(nbytes: int, nodes: int) -> int:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is simulated.
+    """What is simulated: a strategy, with the options of its optimizer.
 
-    Attributes:
-        strategy: One of `STRATEGIES`.
-        ranks, nodes: Node i has the i-th block of ranks.
-        nbytes: Of the parameters, and of a gradient.
-        quorum: Gradients of one update; None if each gradient makes one.
-        staleness: Largest lag with which a gradient counts; infinity if all count.
-        period: Gradients that a rank computes for one push.
-        fragments: Parts of the parameters that are pushed in turns.
-        servers: How many ranks, on different nodes, hold a part of the parameters.
+    Node i has the i-th block of ranks. The parameters, and a gradient, have ``nbytes``.
+    Without a ``quorum``, each gradient makes an update.
     """
 
     strategy: str
@@ -94,12 +87,10 @@ class Setting:
     def memory_bytes(self) -> int:
         """Of the fullest node: variables, gradients, and what servers need."""
         here = -(-self.ranks // self.nodes)
-        # Each rank has its variables, its gradient, and its buffers for the exchange.
-        buffers = 2 if self.quorum and self.has_server else 1
-        nbytes = here * self.nbytes * (2 + buffers)
-        if self.strategy == "local-steps":
-            # Where its local steps began.
-            nbytes += here * self.nbytes
+        # Each rank has its variables, its gradient, and its buffers for the exchange,
+        # and knows where its local steps began.
+        copies = 4 if self.quorum and self.has_server else 3
+        nbytes = here * self.nbytes * (copies + (self.strategy == "local-steps"))
         if self.has_server:
             # Two copies that a node reads, and a part of the center.
             nbytes += 2 * self.nbytes + -(-self.nbytes // self.servers)
@@ -108,25 +99,20 @@ class Setting:
 
 @dataclass
 class Outcome:
-    """What one simulation finds, after it has warmed up.
+    """What a simulation finds, of as many updates.
 
-    Attributes:
-        computing: Seconds that each rank has computed.
-        lags: How many gradients arrived with each lag.
-        dropped: How many of them did not count.
-        server: Seconds that the server has made updates.
-        link: Seconds that the busiest link has carried data, in one direction.
-        seconds, updates: What was simulated.
-        law: The mean lag by Little's law.
+    Seconds that each rank has computed, that the server has made updates, and that the
+    busiest link has carried data in one direction; how many gradients arrived with each
+    lag, and did not count; the mean lag by Little's law.
     """
 
+    updates: int
     computing: Floats
     lags: Counter[int] = field(default_factory=Counter)
     dropped: int = 0
     server: float = 0.0
     link: float = 0.0
     seconds: float = 0.0
-    updates: int = 0
     law: float = 0.0
 
     @property
@@ -135,13 +121,16 @@ class Outcome:
         found: Floats = np.clip(1 - self.computing / self.seconds, 0, 1)
         return found
 
-    def figures(self, samples: float) -> dict[str, float]:
-        """Return what is shown and written; a push has so many ``samples``."""
+    def figures(self, samples: float, trains: float) -> dict[str, float]:
+        """Return what is shown and written.
+
+        A push has so many ``samples``, and ranks train for a part of the time.
+        """
         arrived = self.lags.total()
         accepted = arrived - self.dropped
         return {
-            "updates_per_second": self.updates / self.seconds,
-            "samples_per_second": accepted * samples / self.seconds,
+            "updates_per_second": self.updates / self.seconds * trains,
+            "samples_per_second": accepted * samples / self.seconds * trains,
             "dropped": self.dropped / arrived,
             "mean_lag": sum(lag * n for lag, n in self.lags.items()) / arrived,
             "waiting": float(self.waiting.mean()),

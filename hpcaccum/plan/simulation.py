@@ -36,28 +36,24 @@ def simulate(
     setting: Setting, machine: Machine, compute: Compute, updates: int, seed: int
 ) -> Outcome:
     """Simulate updates of a setting; the same ones for the same seed."""
-    rng = np.random.default_rng(seed)
-    draws = Draws(compute, setting.node_of, rng)
+    draws = Draws(compute, setting.node_of, seed)
     if not setting.has_server:
-        return allreduces(setting, machine, draws, updates, rng)
+        return allreduces(setting, machine, draws, updates)
     kind: type[Rounds | Events] = Rounds
     if setting.quorum is None:
         kind, updates = Events, max(updates, _LEAST_GRADIENTS * setting.ranks)
-    warm_up = math.ceil(_WARM_UP * updates)
-    return kind(setting, machine, draws, rng).run(updates, warm_up)
+    simulation = kind(setting, machine, draws)
+    simulation.run(math.ceil(_WARM_UP * updates))
+    return simulation.run(updates)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is predicted for one setting.
+    """What is predicted for one setting, by several simulations.
 
-    Attributes:
-        setting: The setting.
-        means: Of the figures of all simulations, by name; see `Outcome.figures`.
-        intervals: In which their means are with 95 %; None of a single simulation.
-        waiting: The share of time in which each rank waits.
-        lags: How many gradients of all simulations had each lag.
-        doubts: Why not to trust the prediction, in words.
+    The means of `Outcome.figures`, and the intervals in which they are with 95 %, None
+    of one simulation; the share of time in which each rank waits; how many gradients
+    had each lag; and why not to trust the prediction, in words.
     """
 
     setting: Setting
@@ -101,11 +97,9 @@ def predict(
 ) -> Prediction:
     """Predict what a setting does; a gradient is that of ``batch`` samples."""
     found = [simulate(setting, machine, compute, updates, seed) for seed in seeds]
-    figures = [each.figures(setting.steps * batch) for each in found]
-    for each in figures:
-        for name in "updates_per_second", "samples_per_second":
-            # During a restart no rank trains.
-            each[name] *= compute.availability(setting.nodes)
+    # During a restart no rank trains.
+    trains = compute.availability(setting.nodes)
+    figures = [each.figures(setting.steps * batch, trains) for each in found]
     columns = {name: [each[name] for each in figures] for name in figures[0]}
     means = {name: fmean(column) for name, column in columns.items()}
     lags = sum((each.lags for each in found), Counter[int]())

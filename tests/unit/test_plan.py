@@ -28,7 +28,7 @@ def predicted(strategy, ranks, text, costs=FREE, **options):
 
 def drawn(text, ranks=4, nodes=1, count=20000):
     node_of = Setting("agn", ranks, nodes, 4).node_of
-    draws = Draws(compute(text), node_of, np.random.default_rng(0))
+    draws = Draws(compute(text), node_of, 0)
     return draws.draw(np.arange(ranks), count)
 
 

@@ -1,14 +1,18 @@
-"""Predictions as a table, and in words."""
+"""Predictions as a table, in words, and as a picture."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from hpcaccum import plots
 from hpcaccum.errors import counted
 from hpcaccum.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from hpcaccum.plan.compute import Compute
     from hpcaccum.plan.simulation import Prediction
@@ -24,6 +28,7 @@ LEGEND = """\
 updates/s, samples/s: of gradients that count; +-: 95 % interval over the repeats
 dropped: gradients that do not count; lag: of all that arrive, in updates
 waiting: share of a rank's time, mean and most; server, link: share of time in use"""
+_LAGS = "share of gradients with this lag or a larger one, {} ranks"
 
 
 def lines(predictions: Sequence[Prediction]) -> list[str]:
@@ -32,37 +37,36 @@ def lines(predictions: Sequence[Prediction]) -> list[str]:
         *("ranks", "strategy", "updates/s", "+-", "samples/s", "dropped", "lag"),
         *("p90", "max", "waiting", "most", "server", "link", "MiB/node"),
     )
-    return table(titles, [tuple(_cells(each)) for each in predictions], (1,))
-
-
-def _cells(found: Prediction) -> Iterator[str]:
-    setting, means = found.setting, found.means
-    interval = found.intervals["updates_per_second"]
-    yield str(setting.ranks)
-    yield setting.name
-    yield f"{means['updates_per_second']:.4g}"
-    yield f"{(interval[1] - interval[0]) / 2:.1g}" if interval else "-"
-    yield f"{means[_SPEED]:.4g}"
-    yield f"{means['dropped']:.1%}"
-    yield f"{means['mean_lag']:.2f}"
-    yield str(found.percentile(90))
-    yield str(len(found.lags) - 1)
-    for share in (
-        *(means["waiting"], max(found.waiting)),
-        *(means["server_utilisation"], means["busiest_link"]),
-    ):
-        yield f"{share:.0%}"
-    yield f"{setting.memory_bytes / _MIB:.4g}"
+    rows = []
+    for found in predictions:
+        setting, means = found.setting, found.means
+        interval = found.intervals["updates_per_second"]
+        cells = [
+            str(setting.ranks),
+            setting.name,
+            f"{means['updates_per_second']:.4g}",
+            f"{(interval[1] - interval[0]) / 2:.1g}" if interval else "-",
+            f"{means[_SPEED]:.4g}",
+            f"{means['dropped']:.1%}",
+            f"{means['mean_lag']:.2f}",
+            str(found.percentile(90)),
+            str(len(found.lags) - 1),
+            f"{means['waiting']:.0%}",
+            f"{max(found.waiting):.0%}",
+            f"{means['server_utilisation']:.0%}",
+            f"{means['busiest_link']:.0%}",
+            f"{setting.memory_bytes / _MIB:.4g}",
+        ]
+        rows.append(cells)
+    return table(titles, rows, (1,))
 
 
 def words(predictions: Sequence[Prediction], compute: Compute) -> Iterator[str]:
     """Yield what follows from the predictions."""
     for ranks in dict.fromkeys(each.setting.ranks for each in predictions):
         found = [each for each in predictions if each.setting.ranks == ranks]
-        exact = [each for each in found if each.setting.synchronous]
-        rest = [each for each in found if not each.setting.synchronous]
-        for kind, some in ("every update waits", exact), ("no update waits", rest):
-            if some:
+        for kind, waits in ("every update waits", True), ("no update waits", False):
+            if some := [each for each in found if each.setting.synchronous == waits]:
                 yield f"{counted(ranks, 'rank')}, {kind}: {_best(some, found[0])}"
     last = predictions[-1].setting
     if compute.failures:
@@ -88,8 +92,8 @@ def _best(found: Sequence[Prediction], base: Prediction) -> str:
         f"{means[_SPEED]:.4g} samples/s"
     )
     if best is not base:
-        text += f" ({means[_SPEED] / base.means[_SPEED] - 1:+.0%} to "
-        text += f"{base.setting.name})"
+        gain = means[_SPEED] / base.means[_SPEED] - 1
+        text += f" ({gain:+.0%} to {base.setting.name})"
     if means["dropped"]:
         text += f", {means['dropped']:.1%} dropped"
     if means["mean_lag"]:
@@ -111,3 +115,39 @@ def _remarks(found: Prediction) -> Iterator[str]:
         who = ", ".join(slow[:8]) + ", ..." * (len(slow) > 8)
         yield f"all wait for {counted(len(slow), 'rank')}: {who}"
     yield from found.doubts
+
+
+def draw(found: Sequence[Prediction], title: str, path: Path) -> None:
+    """Draw a panel of speeds and one of lags, those of the most ranks."""
+    figure, (speeds, lags) = plots.make_figure(2, title)
+    sizes = sorted({each.setting.ranks for each in found})
+    for place, (name, some) in enumerate(plots.group_by(found, _name).items()):
+        color = plots.COLORS[place % len(plots.COLORS)]
+        line = ("-", "--", ":")[place // len(plots.COLORS) % 3]
+        samples = [each.means[_SPEED] for each in some]
+        if len(sizes) > 1:
+            ranks = [each.setting.ranks for each in some]
+            speeds.plot(ranks, samples, line, marker="o", markersize=4, color=color)
+        else:
+            speeds.bar(place, samples, color=color, width=0.7)
+        counts = np.array(some[-1].lags)
+        late = counts[::-1].cumsum()[::-1] / counts.sum()
+        lags.plot(late, line, color=color, label=name, drawstyle="steps-mid")
+    speeds.set(title="samples/s of gradients that count")
+    if len(sizes) > 1:
+        speeds.set(xlabel="ranks", xscale="log", yscale="log")
+        plots.set_ticks(speeds.xaxis, sizes, "{:g}".format)
+    else:
+        speeds.set_xticks([])
+    lags.set(xlabel="lag in updates", title=_LAGS.format(sizes[-1]), ylim=(0, 1.05))
+    plots.add_legend(lags)
+    plots.save_figure(figure, path)
+
+
+def _name(each: Prediction) -> str:
+    """Return what a line is called: what does not grow with ranks."""
+    setting, text = each.setting, each.setting.name
+    if setting.quorum is not None:
+        share = setting.quorum / setting.ranks
+        text = text.replace(f"quorum {setting.quorum}", f"quorum {share:.0%}")
+    return text.replace(f"staleness {2 * setting.ranks}", "staleness 2n")
