@@ -43,22 +43,17 @@ class Version(NamedTuple):
 
 
 class Versions:
-    """The parameters that a node has had, in order.
+    """The parameters that a node has had, in order, since the oldest of the starts."""
 
-    Args:
-        starts: When each rank has pulled; no version that is older is needed.
-        ranks: Those of the node.
-    """
-
-    def __init__(self, starts: list[float], ranks: slice) -> None:
-        self._starts, self._ranks, self._limit = starts, ranks, _LEAST
+    def __init__(self, starts: list[float]) -> None:
+        self._starts, self._limit = starts, _LEAST
         self.all = [Version(0.0, 0, 0.0)]
 
     def add(self, version: Version) -> None:
         """Add a version, which is newer than all others."""
         self.all.append(version)
         if len(self.all) > self._limit:
-            del self.all[: self._place(min(self._starts[self._ranks]))]
+            del self.all[: self._place(min(self._starts))]
             self._limit = max(_LEAST, 2 * len(self.all))
 
     def _place(self, time: float) -> int:
@@ -111,12 +106,9 @@ class Events:
 
     def __init__(self, setting: Setting, machine: Machine, draws: Draws) -> None:
         self._setting, self._machine, self._draws = setting, machine, draws
-        n, self._node_of = setting.ranks, setting.node_of.tolist()
+        n, nodes, self._node_of = setting.ranks, setting.nodes, setting.node_of.tolist()
         self._starts, self._took = [0.0] * n, [0.0] * n
-        bounds = np.searchsorted(setting.node_of, np.arange(setting.nodes + 1)).tolist()
-        self._versions = [
-            Versions(self._starts, slice(*ends)) for ends in itertools.pairwise(bounds)
-        ]
+        self._versions = [Versions(self._starts) for _ in range(nodes)]
         self._drawn = [self._times(np.array([rank])) for rank in range(n)]
         self._uniform = self._random(draws.rng.random)
         self._exponential = self._random(draws.rng.standard_exponential)
@@ -124,9 +116,13 @@ class Events:
         heapq.heapify(self._heap)
         # Until when the word of the step, and the server, are busy.
         self._step, self._word, self._busy = 0, 0.0, 0.0
-        self._inward = [Link() for _ in range(setting.nodes)]
-        self._outward = [Link() for _ in range(setting.nodes)]
-        self._servers = itertools.cycle(range(setting.servers))
+        self._inward = [Link() for _ in range(nodes)]
+        self._outward = [Link() for _ in range(nodes)]
+        # The seconds in which a node sends a gradient to the servers of other nodes.
+        servers, crossing = setting.servers, machine.crossing(setting)
+        others = [servers - (node < servers) for node in range(nodes)]
+        self._crossings = [each * crossing for each in others]
+        self._servers = itertools.cycle(range(servers))
 
     def _times(self, rank: Ints) -> Iterator[float]:
         """Yield what a rank computes for each push."""
@@ -185,9 +181,8 @@ class Events:
     def _update(self, now: float, node: int) -> float:
         """Make an update of a gradient; return when its node has the parameters."""
         arrived, server = now, self._server_for(node)
-        if crossing := self._crossing(node):
-            sent = now + self._machine.latency
-            arrived = self._cross(sent, node, server, crossing)
+        if took := self._crossings[node]:
+            arrived = self._cross(now + self._machine.latency, node, server, took)
         if arrived > self._busy:
             arrived += nap_after(arrived - self._busy) * next(self._uniform)
         took = self._machine.updating(self._setting, 1)
@@ -211,17 +206,12 @@ class Events:
     def _pull(self, made: Version, node: int, server: int) -> float:
         """Send a version to a node; return when it is there."""
         there = made.time
-        if crossing := self._crossing(node):
-            there = self._cross(there, server, node, crossing) + self._machine.latency
+        if took := self._crossings[node]:
+            there = self._cross(there, server, node, took) + self._machine.latency
         if node:
             there = max(there, self._versions[node].all[-1].time)
             self._versions[node].add(made._replace(time=there))
         return there
-
-    def _crossing(self, node: int) -> float:
-        """Return seconds in which a node sends a gradient to servers of other nodes."""
-        servers = self._setting.servers
-        return (servers - (node < servers)) * self._machine.crossing(self._setting)
 
     def _server_for(self, node: int) -> int:
         """Return the node of a server that gets all of a gradient.
