@@ -14,8 +14,8 @@ from hpcaccum.dtypes import float_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.files import JsonLines, check_apart, ending_the_job
 from hpcaccum.plan import report
-from hpcaccum.plan.compute import compute, quantity
-from hpcaccum.plan.machine import Machine, machine
+from hpcaccum.plan.compute import FIRST, MORE, compute
+from hpcaccum.plan.machine import NETWORK, Machine, machine
 from hpcaccum.plan.setting import STRATEGIES, Setting, automatic_servers
 from hpcaccum.plan.simulation import predict
 from hpcaccum.plots import check_picture
@@ -27,14 +27,6 @@ _POWERS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
 # Parts of the ranks that are tried as quorums, if none is given.
 _QUORUMS = (1.0, 0.97, 0.94, 0.875, 0.75)
 _USUAL = "usual costs of an exchange (--network has those of bench plan)"
-_COMPUTE = """\
-time of a gradient: 30ms, 'normal 30ms 3ms', 'lognormal 30ms 0.3', whose mean is 30ms,
-'exponential 30ms', or a file of times or of train --trace; then, after a ; each:
-'6%% x3' or '6%% x2-10' of the gradients, 'rank 7 +45ms', 'node 2,3 x1.5',
-'failures 0.01/h restart 5m' of each node"""
-_NETWORK = """\
-what bench plan --json wrote, or latency and rate of a node and between nodes, such as
-'1us 25GB/s; 2us 12GB/s' (those of a usual node)"""
 _QUORUM = """\
 gradients in an update: of sync-replicas (some, from 3/4 of the ranks on), and of
 local-steps (none)"""
@@ -47,12 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the job")
     add = functools.partial(values.add, group)
     text = "ranks, such as 32, 4,6 or 4:1024, which doubles them"
-    group.add_argument("--ranks", type=_counts, required=True, metavar="N", help=text)
-    group.add_argument(
-        "--compute", type=compute, required=True, metavar="TEXT", help=_COMPUTE
-    )
+    needed = functools.partial(group.add_argument, required=True)
+    needed("--ranks", type=values.counts, metavar="N", help=text)
+    text = f"time of a gradient: {FIRST}; then, after a ; each: {MORE}"
+    needed("--compute", type=compute, metavar="TEXT", help=text.replace("%", "%%"))
     add("--nodes", values.count, "nodes, with a block of ranks each (1)", 1)
-    add("--network", machine, _NETWORK, None, "TEXT")
+    add("--network", machine, f"{NETWORK} (those of a usual node)", None, "TEXT")
     add("--parameters", _parameters, "parameters, such as 25M (1M)", 10**6)
     add("--dtype", str, "of the parameters (float32)", "float32", "DTYPE")
     add("--batch", values.count, "samples of one gradient (1)", 1)
@@ -63,14 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     named: dict[str, Any] = {"choices": every, "nargs": "+", "default": ["all"]}
     text = f"{', '.join(every)} (all)"
     group.add_argument("--strategy", **named, metavar="NAME", help=text)
-    add("--quorum", _counts, _QUORUM)
+    add("--quorum", values.counts, _QUORUM)
     add("--staleness", _several(values.whole), _STALENESS)
     text = "sync-replicas: gradients that are one update late count, too"
     values.add_flag(group, "--lateness", text)
     text = "gradients between pushes of agn and local-steps (10)"
-    add("--period", _counts, text, [10])
+    add("--period", values.counts, text, [10])
     text = "local-steps: parts of the parameters, pushed in turns (1)"
-    add("--fragments", _counts, text, [1])
+    add("--fragments", values.counts, text, [1])
     # 0 stands for auto.
     servers = _several(lambda text: 0 if text == "auto" else values.count(text))
     add("--servers", servers, "servers, on different nodes, or auto (1)", [1])
@@ -91,26 +83,9 @@ def _several(kind: Callable[[str], int]) -> Callable[[str], list[int]]:
     return lambda text: [kind(each) for each in text.split(",")]
 
 
-def _counts(text: str) -> list[int]:
-    """Return the numbers of a text such as 4,6 or 4:64, which doubles them."""
-    found = list[int]()
-    for part in text.split(","):
-        first, colon, last = part.partition(":")
-        number = values.count(first)
-        end = values.count(last) if colon else number
-        if end < number:
-            raise argparse.ArgumentTypeError(
-                f"must be numbers such as 4,6 or a range such as 4:64, got {text!r}"
-            )
-        while number <= end:
-            found.append(number)
-            number *= 2
-    return list(dict.fromkeys(found))
-
-
 def _parameters(text: str) -> int:
     wanted = "must be a number such as 25M, 1.5G or 1000"
-    found = round(quantity(text, _POWERS, wanted))
+    found = round(values.quantity(text, _POWERS, wanted))
     if not found:
         raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}")
     return found

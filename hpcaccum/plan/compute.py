@@ -14,9 +14,10 @@ import numpy as np
 
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.files import read_lines
+from hpcaccum.option_values import NUMBER, quantity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     import numpy.typing as npt
 
@@ -27,27 +28,19 @@ if TYPE_CHECKING:
     Series = list[list[float]]
 
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_NUMBER = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)"
-_SHARE = re.compile(f"{_NUMBER}% x{_NUMBER}(?:-{_NUMBER})?")
+_SHARE = re.compile(f"{NUMBER}% x{NUMBER}(?:-{NUMBER})?")
 _NAMED = re.compile(r"(rank|node)s? ([0-9,-]+) ([x+]) ?(\S+)")
-_FAILURES = re.compile(rf"failures {_NUMBER}/h restart (\S+)")
+_FAILURES = re.compile(rf"failures {NUMBER}/h restart (\S+)")
 _WANTS = {"normal": "MEAN DEVIATION", "lognormal": "MEAN SIGMA", "exponential": "MEAN"}
 _TIME = "must be a time such as 30ms, 1.5s or 200us"
-_FIRST = (
-    "the first term must be a time such as 30ms, 'normal MEAN DEVIATION', 'lognormal "
-    "MEAN SIGMA', 'exponential MEAN', or a file of times"
+FIRST = (
+    "a time such as 30ms, 'normal MEAN DEVIATION', 'lognormal MEAN SIGMA', "
+    "'exponential MEAN', or a file of times or of train --trace"
 )
-_MORE = (
+MORE = (
     "'6% x3' or '6% x2-10' (that share of gradients takes so many times as long), "
     "'rank 7 +45ms', 'rank 7 x1.5', 'node 2,4-7 x1.5', or 'failures 0.01/h restart 5m'"
 )
-
-
-def quantity(text: str, units: Mapping[str, float], wanted: str) -> float:
-    """Return a number with one of the units, or raise ArgumentTypeError."""
-    if found := re.fullmatch(f"{_NUMBER} ?({'|'.join(units)})", text):
-        return float(found[1]) * units[found[2]]
-    raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}")
 
 
 def seconds(text: str, what: str) -> float:
@@ -60,10 +53,7 @@ def _number(text: str, what: str) -> float:
 
 
 class Change(NamedTuple):
-    """What makes a share of gradients slower, of all or of some ranks or nodes.
-
-    The factor is between the two ``factors``; the delay, in seconds, is added to it.
-    """
+    """Makes a share of gradients slower, or all of some ranks or nodes: x + delay."""
 
     share: float = 1.0
     kind: str = ""
@@ -119,7 +109,7 @@ def _distribution(text: str) -> Distribution | Series:
     if name not in _WANTS:
         if Path(text).is_file():
             return _file(Path(text))
-        mean = quantity(text, _SECONDS, _FIRST)
+        mean = quantity(text, _SECONDS, f"the first term must be {FIRST}")
         return lambda rng, shape: np.full(shape, mean)
     if len(given) != len(_WANTS[name].split()):
         raise argparse.ArgumentTypeError(f"{name} needs {_WANTS[name]}, got {text!r}")
@@ -147,7 +137,7 @@ def _change(term: str, what: str) -> Change:
             return Change(1.0, kind, chosen, delay=seconds(size, f"{what} its delay"))
         factor = _number(size, f"{what} its factor")
         return Change(1.0, kind, chosen, (factor, factor))
-    raise argparse.ArgumentTypeError(f"{what} must be {_MORE}")
+    raise argparse.ArgumentTypeError(f"{what} must be {MORE}")
 
 
 def _numbers(text: str, what: str) -> tuple[int, ...]:

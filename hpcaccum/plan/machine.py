@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcaccum.deadline import EAGER, nap_after
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.files import json_value, read_lines
-from hpcaccum.plan.compute import quantity, seconds
+from hpcaccum.option_values import quantity
+from hpcaccum.plan.compute import seconds
 
 if TYPE_CHECKING:
     from hpcaccum.plan.compute import Floats
     from hpcaccum.plan.setting import Setting
 
 _RATES = {"B/s": 1.0, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12}
-_WANTED = (
-    "must be a file that hpcaccum bench plan --json wrote, or a latency and a rate of "
-    "a node, and optionally between nodes, such as '1us 25GB/s; 2us 12GB/s'"
+NETWORK = (
+    "a file that hpcaccum bench plan --json wrote, or a latency and a rate of a "
+    "node, and optionally between nodes, such as '1us 25GB/s; 2us 12GB/s'"
 )
 # The product's own rule, at so many seconds that it is the same between them.
 _WAITS = np.concatenate([[0.0], np.geomspace(EAGER, 1.0, 500)])
@@ -93,12 +94,13 @@ def machine(text: str) -> Machine:
         raise argparse.ArgumentTypeError(
             f"must have two levels at most, of a node and between nodes, got {text!r}"
         )
-    rates = [quantity(rate.strip(), _RATES, _WANTED) for _, _, rate in levels]
+    wanted = f"must be {NETWORK}"
+    rates = [quantity(rate.strip(), _RATES, wanted) for _, _, rate in levels]
     latencies = [seconds(latency, "a latency") for latency, _, _ in levels]
-    found = Machine(call=Machine.call + latencies[0], copy=rates[0])
+    costs: dict[str, Any] = {"call": Machine.call + latencies[0], "copy": rates[0]}
     if len(levels) == 2:
-        return replace(found, latency=latencies[1], link=rates[1])
-    return found
+        costs.update(latency=latencies[1], link=rates[1])
+    return Machine(**costs)
 
 
 def _fitted(path: Path) -> Machine:

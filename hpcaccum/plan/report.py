@@ -33,32 +33,29 @@ _LAGS = "share of gradients with this lag or a larger one, {} ranks"
 
 def lines(predictions: Sequence[Prediction]) -> list[str]:
     """Return the lines of the table."""
-    titles = (
-        *("ranks", "strategy", "updates/s", "+-", "samples/s", "dropped", "lag"),
-        *("p90", "max", "waiting", "most", "server", "link", "MiB/node"),
-    )
-    rows = []
-    for found in predictions:
-        setting, means = found.setting, found.means
-        interval = found.intervals["updates_per_second"]
-        cells = [
-            str(setting.ranks),
-            setting.name,
-            f"{means['updates_per_second']:.4g}",
-            f"{(interval[1] - interval[0]) / 2:.1g}" if interval else "-",
-            f"{means[_SPEED]:.4g}",
-            f"{means['dropped']:.1%}",
-            f"{means['mean_lag']:.2f}",
-            str(found.percentile(90)),
-            str(len(found.lags) - 1),
-            f"{means['waiting']:.0%}",
-            f"{max(found.waiting):.0%}",
-            f"{means['server_utilisation']:.0%}",
-            f"{means['busiest_link']:.0%}",
-            f"{setting.memory_bytes / _MIB:.4g}",
-        ]
-        rows.append(cells)
-    return table(titles, rows, (1,))
+    rows = [_row(each) for each in predictions]
+    return table(list(rows[0]), [list(row.values()) for row in rows], (1,))
+
+
+def _row(found: Prediction) -> dict[str, str]:
+    setting, means = found.setting, found.means
+    interval = found.intervals["updates_per_second"]
+    return {
+        "ranks": str(setting.ranks),
+        "strategy": setting.name,
+        "updates/s": f"{means['updates_per_second']:.4g}",
+        "+-": f"{(interval[1] - interval[0]) / 2:.1g}" if interval else "-",
+        "samples/s": f"{means[_SPEED]:.4g}",
+        "dropped": f"{means['dropped']:.1%}",
+        "lag": f"{means['mean_lag']:.2f}",
+        "p90": str(found.percentile(90)),
+        "max": str(len(found.lags) - 1),
+        "waiting": f"{means['waiting']:.0%}",
+        "most": f"{max(found.waiting):.0%}",
+        "server": f"{means['server_utilisation']:.0%}",
+        "link": f"{means['busiest_link']:.0%}",
+        "MiB/node": f"{setting.memory_bytes / _MIB:.4g}",
+    }
 
 
 def words(predictions: Sequence[Prediction], compute: Compute) -> Iterator[str]:

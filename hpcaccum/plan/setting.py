@@ -58,20 +58,16 @@ class Setting:
     @property
     def name(self) -> str:
         """The strategy and its options, in words."""
-        words = [self.strategy]
-        if self.quorum is not None:
-            words.append(f"quorum {self.quorum}")
-        if self.strategy in ("agn", "local-steps"):
-            words.append(f"period {self.period}")
-        if self.fragments > 1:
-            words.append(f"fragments {self.fragments}")
-        if self.quorum is None and math.isfinite(self.staleness):
-            words.append(f"staleness {self.staleness:g}")
-        if self.quorum is not None and self.staleness:
-            words.append("lateness")
-        if self.servers > 1:
-            words.append(f"servers {self.servers}")
-        return " ".join(words)
+        each = self.quorum is None
+        options = {
+            f"quorum {self.quorum}": not each,
+            f"period {self.period}": self.strategy in ("agn", "local-steps"),
+            f"fragments {self.fragments}": self.fragments > 1,
+            f"staleness {self.staleness:g}": each and math.isfinite(self.staleness),
+            "lateness": not each and self.staleness > 0,
+            f"servers {self.servers}": self.servers > 1,
+        }
+        return " ".join([self.strategy, *(text for text in options if options[text])])
 
     @property
     def synchronous(self) -> bool:
