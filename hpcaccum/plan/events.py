@@ -6,6 +6,7 @@ serve gradients in that order.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
@@ -112,6 +113,8 @@ class Events:
         self._drawn = [self._times(np.array([rank])) for rank in range(n)]
         self._uniform = self._random(draws.rng.random)
         self._exponential = self._random(draws.rng.standard_exponential)
+        gamma = functools.partial(draws.rng.standard_gamma, setting.steps)
+        self._calls = self._random(gamma)
         self._heap = [(self._begin(rank, 0.0), rank) for rank in range(n)]
         heapq.heapify(self._heap)
         # Until when the word of the step, and the server, are busy.
@@ -140,7 +143,7 @@ class Events:
         self._starts[rank], self._took[rank] = start, next(self._drawn[rank])
         machine = self._machine
         away = machine.latency if self._node_of[rank] else 0.0
-        calls = machine.call * (next(self._exponential) + self._setting.steps - 1)
+        calls = machine.call * next(self._calls)
         return start + self._took[rank] + calls + machine.moved(self._setting) + away
 
     def run(self, updates: int) -> Outcome:
@@ -172,6 +175,7 @@ class Events:
             self._step += 1
             start = self._update(now, node)
             start += nap_after(start - now) * next(self._uniform)
+            start += machine.answer * next(self._exponential)
         else:
             self._found.dropped += 1
             start = self._useful(now, node)

@@ -38,7 +38,8 @@ class Machine:
             are distributed exponentially, as those of ranks that share cores are.
         turn: Of one gradient, which the ranks of a node spend one after the other, as
             they share words in memory, or cores.
-        update: Of an update on the server.
+        update: Of an update on the server, right after another one.
+        answer: From an update until a rank that has waited for it pulls, as `call`.
         reduce: Of an allreduce on one node.
         copy: Rate at which the ranks of a node copy, all together.
         latency: Of a message to another node.
@@ -49,7 +50,8 @@ class Machine:
 
     call: float = 1e-3
     turn: float = 20e-6
-    update: float = 200e-6
+    update: float = 50e-6
+    answer: float = 150e-6
     reduce: float = 100e-6
     copy: float = 20e9
     latency: float = 50e-6

@@ -64,7 +64,7 @@ class Rounds:
     def _next(self, ranks: Ints, begin: Floats) -> tuple[Floats, Floats]:
         """Return when gradients arrive that are begun at some times; and their time."""
         drawn = self._draws.draw(ranks, self._setting.steps).sum(axis=1)
-        calls = self._rng.standard_exponential(len(ranks)) + self._setting.steps - 1
+        calls = self._rng.standard_gamma(self._setting.steps, len(ranks))
         calls *= self._machine.call
         return begin + drawn + calls + self._machine.moved(self._setting), drawn
 
@@ -133,6 +133,7 @@ class Rounds:
         self._published = notices + turns.max() + updating
         self._step += 1
         began = napped(self._published - self._arrives[waits], uniform(waits.size))
+        began += machine.answer * self._rng.standard_exponential(waits.size)
         began += self._published + turns[nodes]
         began += waits.size / setting.nodes * machine.moved(setting)
         self._arrives[waits], self._took[waits] = self._next(waits, began)

@@ -131,4 +131,5 @@ def _doubts(
     # of gradients that make an update themselves.
     lag, law = means["mean_lag"], means["law"]
     if abs(lag - law) > _LITTLE * max(lag, law, 1):
-        yield f"mean lag {lag:.3g}, by Little's law {law:.3g}: more --updates"
+        why = "ranks push together, or more --updates are needed"
+        yield f"mean lag {lag:.3g}, by Little's law {law:.3g}: {why}"
