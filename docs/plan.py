@@ -25,9 +25,8 @@ import numpy as np
 
 import hpcaccum as hpc
 from hpcaccum.plan.compute import Draws, compute
-from hpcaccum.plan.machine import Machine, machine
-from hpcaccum.plan.setting import Setting, automatic_servers
-from hpcaccum.plan.simulation import Prediction, predict
+from hpcaccum.plan.prediction import Prediction, predict
+from hpcaccum.plan.setting import Machine, Setting, automatic_servers, machine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -27,8 +27,7 @@ from hpcaccum.bench.report import size_text, time_text
 from hpcaccum.files import JsonLines, check_new
 from hpcaccum.machine import circumstances, describe
 from hpcaccum.plan.compute import compute
-from hpcaccum.plan.machine import Machine
-from hpcaccum.plan.setting import Setting, automatic_servers
+from hpcaccum.plan.setting import Machine, Setting, automatic_servers
 from hpcaccum.plan.simulation import simulate
 from hpcaccum.spans import Recorder, recorded_by
 from hpcaccum.tables import table

@@ -13,11 +13,16 @@ from hpcaccum import option_values as values
 from hpcaccum.dtypes import float_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.files import JsonLines, check_apart, ending_the_job
-from hpcaccum.plan import report
 from hpcaccum.plan.compute import FIRST, MORE, compute
-from hpcaccum.plan.machine import NETWORK, Machine, machine
-from hpcaccum.plan.setting import STRATEGIES, Setting, automatic_servers
-from hpcaccum.plan.simulation import predict
+from hpcaccum.plan.prediction import LEGEND, draw, lines, predict, words
+from hpcaccum.plan.setting import (
+    NETWORK,
+    STRATEGIES,
+    Machine,
+    Setting,
+    automatic_servers,
+    machine,
+)
 from hpcaccum.plots import check_picture
 
 if TYPE_CHECKING:
@@ -155,22 +160,20 @@ def _run(args: argparse.Namespace, found: list[Setting], output: JsonLines) -> N
         f"{args.parameters} parameters in {args.dtype}, a gradient takes "
         f"{args.compute.text}\n{_USUAL if args.network is None else args.network}"
     )
-    print(title, report.LEGEND, "", sep="\n", flush=True)
+    print(title, LEGEND, "", sep="\n", flush=True)
     seeds = range(args.seed, args.seed + args.repeats)
+    more = {"compute": args.compute.text, "seed": args.seed, "machine": vars(costs)}
+    more["fitted"] = costs.ranks > 0
     predictions = []
     for setting in found:
-        prediction = predict(
-            setting, costs, args.compute, args.updates, seeds, args.batch
-        )
-        facts = prediction.facts()
-        facts.update(compute=args.compute.text, seed=args.seed)
-        output.write({**facts, "machine": vars(costs), "fitted": costs.ranks > 0})
-        predictions.append(prediction)
+        each = predict(setting, costs, args.compute, args.updates, seeds, args.batch)
+        output.write({**each.facts(), **more})
+        predictions.append(each)
     output.close()
-    print(*report.lines(predictions), "", sep="\n")
-    print(*report.words(predictions, args.compute), sep="\n")
+    print(*lines(predictions), "", sep="\n")
+    print(*words(predictions, args.compute), sep="\n")
     print("how fast the loss falls with a lag, or with more samples, is not predicted")
     if args.plot:
         with ending_the_job("--plot", args.plot):
-            report.draw(predictions, title, args.plot)
+            draw(predictions, title, args.plot)
         print(f"picture: {args.plot}")

@@ -14,9 +14,9 @@ from hpcaccum import cli
 from hpcaccum.accumulator import admits
 from hpcaccum.accumulator.state import State
 from hpcaccum.plan.compute import Draws, compute
-from hpcaccum.plan.machine import Machine, machine
-from hpcaccum.plan.setting import Setting
-from hpcaccum.plan.simulation import predict, simulate
+from hpcaccum.plan.prediction import predict
+from hpcaccum.plan.setting import Machine, Setting, machine
+from hpcaccum.plan.simulation import simulate
 
 FREE = Machine(
     call=0, turn=0, update=0, answer=0, reduce=0, copy=1e30, latency=0, link=1e30
