@@ -188,7 +188,7 @@ def fit(measured: Sequence[Measured], network: bool, ranks: int) -> Machine:
 
     By the method of Levenberg and Marquardt, for the logarithms of the costs.
     """
-    names = ["call", "turn", "answer", "reduce", "copy"]
+    names = ["call", "turn", "reduce", "copy"]
     names += ["latency", "link"] if network else []
     update = min(each.update for each in measured if each.update)
     costs = Machine(ranks=ranks, update=update)

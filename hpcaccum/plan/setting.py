@@ -115,12 +115,12 @@ class Machine:
     """The costs, in seconds and in bytes a second.
 
     Attributes:
-        call: Of a rank for one gradient, beside what follows: the mean of times that
-            are distributed exponentially, as those of ranks that share cores are.
+        call: Of a rank for one gradient, beside what follows, and once more from an
+            update until a rank that has waited for it pulls. This is the mean; the
+            times are distributed exponentially, as where ranks share cores.
         turn: Of one gradient, which the ranks of a node spend one after the other, as
             they share words in memory, or cores.
         update: Of an update on the server, right after another one.
-        answer: From an update until a rank that has waited for it pulls, as `call`.
         reduce: Of an allreduce on one node.
         copy: Rate at which the ranks of a node copy, all together.
         latency: Of a message to another node.
@@ -129,10 +129,9 @@ class Machine:
             was not.
     """
 
-    call: float = 1e-3
+    call: float = 500e-6
     turn: float = 20e-6
     update: float = 50e-6
-    answer: float = 150e-6
     reduce: float = 100e-6
     copy: float = 20e9
     latency: float = 50e-6

@@ -212,7 +212,7 @@ class Rounds:
         self._published = notices + turns.max() + updating
         self._step += 1
         began = napped(self._published - self._arrives[waits], uniform(waits.size))
-        began += machine.answer * self._rng.standard_exponential(waits.size)
+        began += machine.call * self._rng.standard_exponential(waits.size)
         began += self._published + turns[nodes]
         began += waits.size / setting.nodes * machine.moved(setting)
         self._arrives[waits], self._took[waits] = self._next(waits, began)
@@ -356,7 +356,7 @@ class Events:
             self._step += 1
             start = self._update(now, node)
             start += nap_after(start - now) * next(self._uniform)
-            start += machine.answer * next(self._exponential)
+            start += machine.call * next(self._exponential)
         else:
             self._found.dropped += 1
             start = self._useful(now, node)
