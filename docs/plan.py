@@ -26,7 +26,7 @@ import numpy as np
 import hpcaccum as hpc
 from hpcaccum.plan.compute import Draws, compute
 from hpcaccum.plan.prediction import Prediction, predict
-from hpcaccum.plan.setting import Machine, Setting, automatic_servers, machine
+from hpcaccum.plan.setting import Machine, Setting, machine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,7 +79,7 @@ def settings(where: Place, ranks: int) -> list[Setting]:
     """Return what is compared on a number of ranks."""
     nbytes = 4 * where.parameters
     place = {"ranks": ranks, "nodes": where.nodes, "nbytes": nbytes}
-    place["servers"] = automatic_servers(nbytes, where.nodes)
+    place["servers"] = Setting.automatic_servers(nbytes, where.nodes)
     quorum = max(1, round(0.75 * ranks))
     return [
         Setting("cross-shard", **{**place, "servers": 1}),

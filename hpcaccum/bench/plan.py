@@ -27,7 +27,7 @@ from hpcaccum.bench.report import size_text, time_text
 from hpcaccum.files import JsonLines, check_new
 from hpcaccum.machine import circumstances, describe
 from hpcaccum.plan.compute import compute
-from hpcaccum.plan.setting import Machine, Setting, automatic_servers
+from hpcaccum.plan.setting import Machine, Setting
 from hpcaccum.plan.simulation import simulate
 from hpcaccum.spans import Recorder, recorded_by
 from hpcaccum.tables import table
@@ -112,7 +112,9 @@ def _settings(group: Group) -> list[Setting]:
     for ranks, nbytes in itertools.product(dict.fromkeys(sizes), _SIZES):
         cross_shard = Setting("cross-shard", ranks, nodes, nbytes)
         served = functools.partial(
-            dataclasses.replace, cross_shard, servers=automatic_servers(nbytes, nodes)
+            dataclasses.replace,
+            cross_shard,
+            servers=Setting.automatic_servers(nbytes, nodes),
         )
         found += [
             cross_shard,

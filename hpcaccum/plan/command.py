@@ -15,14 +15,7 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.files import JsonLines, check_apart, ending_the_job
 from hpcaccum.plan.compute import FIRST, MORE, compute
 from hpcaccum.plan.prediction import LEGEND, draw, lines, predict, words
-from hpcaccum.plan.setting import (
-    NETWORK,
-    STRATEGIES,
-    Machine,
-    Setting,
-    automatic_servers,
-    machine,
-)
+from hpcaccum.plan.setting import NETWORK, STRATEGIES, Machine, Setting, machine
 from hpcaccum.plots import check_picture
 
 if TYPE_CHECKING:
@@ -112,7 +105,8 @@ def _settings(args: argparse.Namespace) -> list[Setting]:
     for ranks, strategy in itertools.product(args.ranks, chosen):
         nodes = min(args.nodes, ranks)
         args.compute.check(ranks, nodes)
-        tried = _tried(strategy, args, ranks, nodes, automatic_servers(nbytes, nodes))
+        auto = Setting.automatic_servers(nbytes, nodes)
+        tried = _tried(strategy, args, ranks, nodes, auto)
         for options in itertools.product(*tried.values()):
             named = dict(zip(tried, options, strict=True))
             found.append(Setting(strategy, ranks, nodes, nbytes, **named))

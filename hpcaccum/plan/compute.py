@@ -215,3 +215,11 @@ class Draws:
             factor = low if low == high else rng.uniform(low, high, shape)
             times = np.where(slow, times * factor + delay, times)
         return times
+
+    def pushes(
+        self, ranks: Ints, count: int, steps: int, call: float
+    ) -> tuple[Floats, Floats]:
+        """Return what ranks compute for pushes of some steps; and with their calls."""
+        shape = len(ranks), count
+        took = self.draw(ranks, count * steps).reshape(*shape, steps).sum(axis=2)
+        return took, took + call * self.rng.standard_gamma(steps, shape)

@@ -34,11 +34,6 @@ _WAITS = np.concatenate([[0.0], np.geomspace(EAGER, 1.0, 500)])
 _NAPS = np.array([0.0, *map(nap_after, _WAITS[1:].tolist())])
 
 
-def automatic_servers(nbytes: int, nodes: int) -> int:
-    """Return how many servers ``servers="auto"`` takes for a model."""
-    return nodes if nbytes >= LARGE else 1
-
-
 @dataclass(frozen=True)
 class Setting:
     """What is simulated: a strategy, with the options of its optimizer.
@@ -56,6 +51,11 @@ class Setting:
     period: int = 1
     fragments: int = 1
     servers: int = 1
+
+    @staticmethod
+    def automatic_servers(nbytes: int, nodes: int) -> int:
+        """Return how many servers ``servers="auto"`` takes for a model."""
+        return nodes if nbytes >= LARGE else 1
 
     @property
     def node_of(self) -> Ints:
@@ -115,18 +115,15 @@ class Machine:
     """The costs, in seconds and in bytes a second.
 
     Attributes:
-        call: Of a rank for one gradient, beside what follows, and once more from an
-            update until a rank that has waited for it pulls. This is the mean; the
-            times are distributed exponentially, as where ranks share cores.
-        turn: Of one gradient, which the ranks of a node spend one after the other, as
-            they share words in memory, or cores.
+        call: Of a rank for one gradient, beside what follows; and once more from an
+            update until it pulls. The mean of an exponential distribution.
+        turn: Of one gradient, which the ranks of a node spend one after the other.
         update: Of an update on the server, right after another one.
         reduce: Of an allreduce on one node.
         copy: Rate at which the ranks of a node copy, all together.
         latency: Of a message to another node.
         link: Rate of the link of a node, in each direction.
-        ranks: The largest number of ranks on a node for which it was measured; 0 if it
-            was not.
+        ranks: The most on a node for which it was measured; 0 if it was not.
     """
 
     call: float = 500e-6

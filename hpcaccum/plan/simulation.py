@@ -66,10 +66,7 @@ class Outcome:
         return found
 
     def figures(self, samples: float, trains: float) -> dict[str, float]:
-        """Return what is shown and written.
-
-        A push has so many ``samples``, and ranks train for a part of the time.
-        """
+        """Return what is shown; of ``samples`` a push, for a part of the time."""
         arrived = self.lags.total()
         accepted = arrived - self.dropped
         return {
@@ -108,12 +105,11 @@ def allreduces(
     found = Outcome(updates, np.zeros(n), Counter({0: n * updates}))
     while left:
         count = min(left, max(1, _GRADIENTS // n))
-        drawn = draws.draw(everybody, count)
-        found.computing += drawn.sum(axis=1)
-        drawn += draws.rng.exponential(machine.call, drawn.shape)
-        longest = drawn.max(axis=0)
+        took, until = draws.pushes(everybody, count, 1, machine.call)
+        found.computing += took.sum(axis=1)
+        longest = until.max(axis=0)
         # The first that has waited notices last that all have arrived.
-        late = napped(longest - drawn.min(axis=0), np.full(count, n / (n + 1)))
+        late = napped(longest - until.min(axis=0), np.full(count, n / (n + 1)))
         found.seconds += float((longest + late).sum())
         left -= count
     crossing = 2 * (setting.nodes - 1) / setting.nodes * setting.nbytes / machine.link
@@ -142,10 +138,9 @@ class Rounds:
 
     def _next(self, ranks: Ints, begin: Floats) -> tuple[Floats, Floats]:
         """Return when gradients arrive that are begun at some times; and their time."""
-        drawn = self._draws.draw(ranks, self._setting.steps).sum(axis=1)
-        calls = self._rng.standard_gamma(self._setting.steps, len(ranks))
-        calls *= self._machine.call
-        return begin + drawn + calls + self._machine.moved(self._setting), drawn
+        setting, machine = self._setting, self._machine
+        took, until = self._draws.pushes(ranks, 1, setting.steps, machine.call)
+        return begin + until[:, 0] + machine.moved(setting), took[:, 0]
 
     def run(self, updates: int) -> Outcome:
         """Simulate as many updates more."""
@@ -291,11 +286,9 @@ class Events:
         n, nodes, self._node_of = setting.ranks, setting.nodes, setting.node_of.tolist()
         self._starts, self._took = [0.0] * n, [0.0] * n
         self._versions = [Versions(self._starts) for _ in range(nodes)]
-        self._drawn = [self._times(np.array([rank])) for rank in range(n)]
+        self._pushes = [self._pushes_of(np.array([rank])) for rank in range(n)]
         self._uniform = self._random(draws.rng.random)
         self._exponential = self._random(draws.rng.standard_exponential)
-        gamma, steps = draws.rng.standard_gamma, setting.steps
-        self._calls = self._random(lambda count: gamma(steps, count))
         self._heap = [(self._begin(rank, 0.0), rank) for rank in range(n)]
         heapq.heapify(self._heap)
         # Until when the word of the step, and the server, are busy.
@@ -308,12 +301,11 @@ class Events:
         self._crossings = [each * crossing for each in others]
         self._servers = itertools.cycle(range(servers))
 
-    def _times(self, rank: Ints) -> Iterator[float]:
-        """Yield what a rank computes for each push."""
-        shape = _PUSHES, self._setting.steps
+    def _pushes_of(self, rank: Ints) -> Iterator[tuple[float, float]]:
+        steps, call = self._setting.steps, self._machine.call
         while True:
-            drawn = self._draws.draw(rank, math.prod(shape))
-            yield from drawn.reshape(shape).sum(axis=1).tolist()
+            took, until = self._draws.pushes(rank, _PUSHES, steps, call)
+            yield from zip(took[0].tolist(), until[0].tolist(), strict=True)
 
     def _random(self, draw: Callable[[int], Any]) -> Iterator[float]:
         while True:
@@ -321,11 +313,10 @@ class Events:
 
     def _begin(self, rank: int, start: float) -> float:
         """Begin a gradient; return when it arrives."""
-        self._starts[rank], self._took[rank] = start, next(self._drawn[rank])
-        machine = self._machine
+        machine, self._starts[rank] = self._machine, start
+        self._took[rank], until = next(self._pushes[rank])
         away = machine.latency if self._node_of[rank] else 0.0
-        calls = machine.call * next(self._calls)
-        return start + self._took[rank] + calls + machine.moved(self._setting) + away
+        return start + until + machine.moved(self._setting) + away
 
     def run(self, updates: int) -> Outcome:
         """Simulate as many updates more."""
