@@ -284,7 +284,8 @@ class Events:
     def __init__(self, setting: Setting, machine: Machine, draws: Draws) -> None:
         self._setting, self._machine, self._draws = setting, machine, draws
         n, nodes, self._node_of = setting.ranks, setting.nodes, setting.node_of.tolist()
-        self._starts, self._took = [0.0] * n, [0.0] * n
+        # Of each rank: when it pulled, what it computes, when its last gradient arrived.
+        self._starts, self._took, self._last = [0.0] * n, [0.0] * n, [0.0] * n
         self._versions = [Versions(self._starts) for _ in range(nodes)]
         self._pushes = [self._pushes_of(np.array([rank])) for rank in range(n)]
         self._uniform = self._random(draws.rng.random)
@@ -340,7 +341,9 @@ class Events:
         node, machine = self._node_of[rank], self._machine
         pulled = self._versions[node].at(self._starts[rank])
         now = self._word = max(self._word, arrives) + machine.turn
-        self._since_pull += now - pulled.admitted
+        # No update came between the newest version and a gradient that was dropped.
+        self._since_pull += now - max(pulled.admitted, self._last[rank])
+        self._last[rank] = now
         self._found.computing[rank] += self._took[rank]
         self._found.lags[self._step - pulled.step] += 1
         if admits(self._step, pulled.step, self._setting.staleness):

@@ -138,6 +138,14 @@ def test_equal_ranks_are_one_update_late_for_each_other_rank(strategy):
     assert not found.doubts
 
 
+@pytest.mark.parametrize("staleness", [0, 2, 5])
+def test_the_mean_lag_is_that_of_little_s_law_if_gradients_are_dropped(staleness):
+    found = predicted("drop-stale", 12, "exponential 30ms", staleness=staleness)
+
+    assert found.means["dropped"] > 0.1
+    assert not found.doubts
+
+
 def test_a_rank_pulls_updates_that_others_make_until_it_has_noticed_its_own():
     costs = dataclasses.replace(FREE, call=140e-6, update=60e-6)
 
