@@ -189,9 +189,7 @@ def compare(where: Place, costs: Machine, seconds: float) -> list[Any]:
     rows = []
     for number, text in itertools.product(where.ranks, COMPUTES):
         for setting in settings(where, number):
-            found = predict(
-                setting, costs, compute(text), updates=2000, seeds=range(3), batch=1
-            )
+            found = predict(setting, costs, compute(text), updates=2000, seeds=range(3))
             expected = predicted(found)
             guess = max(20, round(seconds * expected[0]))
             measured = run(where, setting, text, seconds, guess)

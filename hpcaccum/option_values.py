@@ -24,6 +24,10 @@ Servers = str | tuple[int, ...]
 # A number of a quantity, as a regular expression.
 NUMBER = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)"
 
+# The units of a duration, in seconds, and how one looks.
+DURATIONS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+A_DURATION = "must be a time such as 30ms, 1.5s or 200us"
+
 # Formats of pictures.
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -158,6 +162,11 @@ def quantity(text: str, units: Mapping[str, float], wanted: str) -> float:
     if found := re.fullmatch(f"{NUMBER} ?({'|'.join(units)})", text):
         return float(found[1]) * units[found[2]]
     raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}")
+
+
+def duration(text: str, what: str) -> float:
+    """Return the seconds of a time such as 30ms; ``what`` begins the message."""
+    return quantity(text, DURATIONS, f"{what} {A_DURATION}")
 
 
 def widths(text: str) -> tuple[int, ...]:

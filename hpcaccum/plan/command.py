@@ -83,10 +83,9 @@ def _several(kind: Callable[[str], int]) -> Callable[[str], list[int]]:
 
 def _parameters(text: str) -> int:
     wanted = "must be a number such as 25M, 1.5G or 1000"
-    found = round(values.quantity(text, _POWERS, wanted))
-    if not found:
-        raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}")
-    return found
+    if found := round(values.quantity(text, _POWERS, wanted)):
+        return found
+    raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}")
 
 
 def prepare(args: argparse.Namespace) -> Callable[[], None]:
@@ -108,7 +107,7 @@ def _settings(args: argparse.Namespace) -> list[Setting]:
         auto = Setting.automatic_servers(nbytes, nodes)
         tried = _tried(strategy, args, ranks, nodes, auto)
         for options in itertools.product(*tried.values()):
-            named = dict(zip(tried, options, strict=True))
+            named = dict(zip(tried, options, strict=True), batch=args.batch)
             found.append(Setting(strategy, ranks, nodes, nbytes, **named))
     return list(dict.fromkeys(found))
 
@@ -128,8 +127,7 @@ def _tried(
         raise InvalidArgumentError(f"--quorum: {most} is more than {ranks} ranks")
     if strategy == "sync-replicas":
         quorum = args.quorum or [max(1, round(part * ranks)) for part in _QUORUMS]
-        staleness = [int(args.lateness)]
-        return {"servers": servers, "quorum": quorum, "staleness": staleness}
+        return {"servers": servers, "quorum": quorum, "staleness": [int(args.lateness)]}
     if strategy == "drop-stale":
         return {"servers": servers, "staleness": args.staleness or [2 * ranks]}
     if strategy == "agn":
@@ -152,7 +150,7 @@ def _run(args: argparse.Namespace, found: list[Setting], output: JsonLines) -> N
     costs = args.network or Machine()
     title = (
         f"{args.parameters} parameters in {args.dtype}, a gradient takes "
-        f"{args.compute.text}\n{_USUAL if args.network is None else args.network}"
+        f"{args.compute.text}\n{args.network or _USUAL}"
     )
     print(title, LEGEND, "", sep="\n", flush=True)
     seeds = range(args.seed, args.seed + args.repeats)
@@ -160,7 +158,7 @@ def _run(args: argparse.Namespace, found: list[Setting], output: JsonLines) -> N
     more["fitted"] = costs.ranks > 0
     predictions = []
     for setting in found:
-        each = predict(setting, costs, args.compute, args.updates, seeds, args.batch)
+        each = predict(setting, costs, args.compute, args.updates, seeds)
         output.write({**each.facts(), **more})
         predictions.append(each)
     output.close()

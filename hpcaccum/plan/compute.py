@@ -14,7 +14,7 @@ import numpy as np
 
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.files import read_lines
-from hpcaccum.option_values import NUMBER, quantity
+from hpcaccum.option_values import A_DURATION, DURATIONS, NUMBER, duration, quantity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,12 +27,10 @@ if TYPE_CHECKING:
     # What each rank measured, one gradient after the other.
     Series = list[list[float]]
 
-_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _SHARE = re.compile(f"{NUMBER}% x{NUMBER}(?:-{NUMBER})?")
 _NAMED = re.compile(r"(rank|node)s? ([0-9,-]+) ([x+]) ?(\S+)")
 _FAILURES = re.compile(rf"failures {NUMBER}/h restart (\S+)")
 _WANTS = {"normal": "MEAN DEVIATION", "lognormal": "MEAN SIGMA", "exponential": "MEAN"}
-_TIME = "must be a time such as 30ms, 1.5s or 200us"
 FIRST = (
     "a time such as 30ms, 'normal MEAN DEVIATION', 'lognormal MEAN SIGMA', "
     "'exponential MEAN', or a file of times or of train --trace"
@@ -41,11 +39,6 @@ MORE = (
     "'6% x3' or '6% x2-10' (that share of gradients takes so many times as long), "
     "'rank 7 +45ms', 'rank 7 x1.5', 'node 2,4-7 x1.5', or 'failures 0.01/h restart 5m'"
 )
-
-
-def seconds(text: str, what: str) -> float:
-    """Return the seconds of a time such as 30ms, or raise ArgumentTypeError."""
-    return quantity(text, _SECONDS, f"{what} {_TIME}")
 
 
 def _number(text: str, what: str) -> float:
@@ -64,10 +57,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Compute:
-    """What ``--compute`` says: ``failures`` of a node in a second, seconds to restart.
-
-    The distribution draws times of gradients, which the changes change in order.
-    """
+    """What ``--compute`` says; failures of a node in a second, seconds to restart."""
 
     text: str
     distribution: Distribution | Series
@@ -98,7 +88,7 @@ def compute(text: str) -> Compute:
     for place, term in enumerate(more, 2):
         what = f"term {place}, {term!r},"
         if found := _FAILURES.fullmatch(term):
-            failures = float(found[1]) / 3600, seconds(found[2], f"{what} its restart")
+            failures = float(found[1]) / 3600, duration(found[2], f"{what} its restart")
         else:
             changes.append(_change(term, what))
     return Compute(text, distribution, tuple(changes), *failures)
@@ -109,15 +99,15 @@ def _distribution(text: str) -> Distribution | Series:
     if name not in _WANTS:
         if Path(text).is_file():
             return _file(Path(text))
-        mean = quantity(text, _SECONDS, f"the first term must be {FIRST}")
+        mean = quantity(text, DURATIONS, f"the first term must be {FIRST}")
         return lambda rng, shape: np.full(shape, mean)
     if len(given) != len(_WANTS[name].split()):
         raise argparse.ArgumentTypeError(f"{name} needs {_WANTS[name]}, got {text!r}")
-    mean = seconds(given[0], f"MEAN of {name}")
+    mean = duration(given[0], f"MEAN of {name}")
     if name == "exponential":
         return lambda rng, shape: rng.exponential(mean, shape)
     if name == "normal":
-        width = seconds(given[1], "DEVIATION of normal")
+        width = duration(given[1], "DEVIATION of normal")
         return lambda rng, shape: np.maximum(rng.normal(mean, width, shape), 0)
     sigma = _number(given[1], "SIGMA of lognormal, the deviation of the logarithm,")
     # Its mean is exp(mu + sigma ** 2 / 2).
@@ -134,7 +124,7 @@ def _change(term: str, what: str) -> Change:
         kind, numbers, sign, size = found.groups()
         chosen = _numbers(numbers, what)
         if sign == "+":
-            return Change(1.0, kind, chosen, delay=seconds(size, f"{what} its delay"))
+            return Change(1.0, kind, chosen, delay=duration(size, f"{what} its delay"))
         factor = _number(size, f"{what} its factor")
         return Change(1.0, kind, chosen, (factor, factor))
     raise argparse.ArgumentTypeError(f"{what} must be {MORE}")
@@ -166,24 +156,19 @@ def _file(path: Path) -> Series:
                 rank = event["pid"], event["tid"]
                 found.setdefault(rank, []).append(event["dur"] * 1e-6)
     except (ValueError, TypeError, LookupError):
-        units, listed = {"": 1.0, **_SECONDS}, list[float]()
+        units, listed = {"": 1.0, **DURATIONS}, list[float]()
         for place, line in enumerate(lines, 1):
-            wanted = f"{path}, line {place}: each {_TIME}"
+            wanted = f"{path}, line {place}: each {A_DURATION}"
             words = re.sub(r"[\[\],;]", " ", line.partition("#")[0]).split()
             listed += [quantity(word, units, wanted) for word in words]
         found = {0: listed}
-    series = [found[rank] for rank in sorted(found)]
-    if not any(series):
+    if not any(found.values()):
         raise argparse.ArgumentTypeError(f"{path} has no time of a gradient")
-    return series
+    return [found[rank] for rank in sorted(found)]
 
 
 class Draws:
-    """Draws times of gradients, the same ones for the same seed.
-
-    The times of a file are read in order, from a random place on, so that slow phases
-    last as long as they did. ``rng`` is for what else is random.
-    """
+    """Draws times of gradients, and other numbers, the same ones for the same seed."""
 
     def __init__(self, compute: Compute, node_of: Ints, seed: int) -> None:
         self.rng, self._distribution = np.random.default_rng(seed), compute.distribution
@@ -193,7 +178,8 @@ class Draws:
             for each in compute.changes
         ]
         if isinstance(self._distribution, list):
-            # All series in one vector: where that of each rank begins, and its length.
+            # Read in order, from a random place on: slow phases last as they did. All
+            # series in one vector: where that of each rank begins, and its length.
             self._series = np.concatenate(self._distribution)
             lengths = np.array([len(each) for each in self._distribution])
             whose = (ranks % len(lengths))[:, np.newaxis]

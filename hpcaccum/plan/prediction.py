@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum import plots
-from hpcaccum.errors import counted
+from hpcaccum.errors import counted, format_ranks
 from hpcaccum.plan.simulation import simulate
 from hpcaccum.tables import table
 
@@ -31,35 +31,31 @@ _STUDENT = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 _BUSY, _SLOW = 0.8, 0.2
 # Settings whose samples a second differ by less are as good.
 _GAIN = 0.05
-_MIB = 1 << 20
 _SPEED = "samples_per_second"
 LEGEND = """\
 updates/s, samples/s: of gradients that count; +-: 95 % interval over the repeats
 dropped: gradients that do not count; lag: of all that arrive, in updates
 waiting: share of a rank's time, mean and most; server, link: share of time in use"""
-_LAGS = "share of gradients with this lag or a larger one, {} ranks"
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is predicted for one setting, by several simulations.
-
-    The means of `Outcome.figures`, and the intervals in which they are with 95 %, None
-    of one simulation; the share of time in which each rank waits; how many gradients
-    had each lag; and why not to trust the prediction, in words.
-    """
+    """What is predicted for one setting, by several simulations."""
 
     setting: Setting
+    # Of `Outcome.figures`; the intervals in which they are with 95 %.
     means: dict[str, float]
     intervals: dict[str, tuple[float, float] | None]
+    # The share of time in which each rank waits; how many gradients had each lag.
     waiting: list[float]
     lags: list[int]
+    # Why not to trust it, in words.
     doubts: list[str]
 
     def percentile(self, percent: float) -> int:
         """Return the lag that so many percent of the gradients do not exceed."""
         lags = np.cumsum(self.lags)
-        return int(np.argmax(lags >= percent / 100 * lags[-1]))
+        return int(np.searchsorted(lags, percent / 100 * lags[-1]))
 
     def facts(self) -> dict[str, Any]:
         """Return what ``--json`` writes."""
@@ -81,18 +77,13 @@ class Prediction:
 
 
 def predict(
-    setting: Setting,
-    machine: Machine,
-    compute: Compute,
-    updates: int,
-    seeds: Sequence[int],
-    batch: int = 1,
+    setting: Setting, machine: Machine, compute: Compute, updates: int, seeds: range
 ) -> Prediction:
-    """Predict what a setting does; a gradient is that of ``batch`` samples."""
+    """Predict what a setting does, by a simulation with each of the seeds."""
     found = [simulate(setting, machine, compute, updates, seed) for seed in seeds]
     # During a restart no rank trains.
     trains = compute.availability(setting.nodes)
-    figures = [each.figures(setting.steps * batch, trains) for each in found]
+    figures = [each.figures(setting.steps * setting.batch, trains) for each in found]
     columns = {name: [each[name] for each in figures] for name in figures[0]}
     means = {name: fmean(column) for name, column in columns.items()}
     lags = sum((each.lags for each in found), Counter[int]())
@@ -102,7 +93,7 @@ def predict(
         {name: _interval(column) for name, column in columns.items()},
         np.mean([each.waiting for each in found], axis=0).tolist(),
         [lags[lag] for lag in range(max(lags) + 1)],
-        list(_doubts(setting, machine, means)),
+        list(_doubts(setting, machine.ranks, means)),
     )
 
 
@@ -114,12 +105,10 @@ def _interval(column: Sequence[float]) -> tuple[float, float] | None:
     return middle - width, middle + width
 
 
-def _doubts(
-    setting: Setting, machine: Machine, means: dict[str, float]
-) -> Iterator[str]:
+def _doubts(setting: Setting, fitted: int, means: dict[str, float]) -> Iterator[str]:
     here = -(-setting.ranks // setting.nodes)
-    if 0 < machine.ranks < here:
-        yield f"extrapolated from {counted(machine.ranks, 'rank')} on a node to {here}"
+    if 0 < fitted < here:
+        yield f"extrapolated from {counted(fitted, 'rank')} on a node to {here}"
     # Updates a second times the mean time from a pull to the admission, less the share
     # of gradients that make an update themselves.
     lag, law = means["mean_lag"], means["law"]
@@ -151,7 +140,7 @@ def _row(found: Prediction) -> dict[str, str]:
         "most": f"{max(found.waiting):.0%}",
         "server": f"{means['server_utilisation']:.0%}",
         "link": f"{means['busiest_link']:.0%}",
-        "MiB/node": f"{setting.memory_bytes / _MIB:.4g}",
+        "MiB/node": f"{setting.memory_bytes / 2**20:.4g}",
     }
 
 
@@ -162,17 +151,16 @@ def words(predictions: Sequence[Prediction], compute: Compute) -> Iterator[str]:
         for kind, waits in ("every update waits", True), ("no update waits", False):
             if some := [each for each in found if each.setting.synchronous == waits]:
                 yield f"{counted(ranks, 'rank')}, {kind}: {_best(some, found[0])}"
-    last = predictions[-1].setting
     if compute.failures:
-        hours = 1 / (compute.failures * last.nodes * 3600)
+        nodes = predictions[-1].setting.nodes
+        hours = 1 / (compute.failures * nodes * 3600)
         yield (
-            f"{counted(last.nodes, 'node')}: a failure every {hours:.3g} h, "
-            f"{compute.availability(last.nodes):.1%} of the time is left to train"
+            f"{counted(nodes, 'node')}: a failure every {hours:.3g} h, "
+            f"{compute.availability(nodes):.1%} of the time is left to train"
         )
     for each in predictions:
         who = f"{counted(each.setting.ranks, 'rank')}, {each.setting.name}"
-        for remark in _remarks(each):
-            yield f"{who}: {remark}"
+        yield from (f"{who}: {remark}" for remark in _remarks(each))
 
 
 def _best(found: Sequence[Prediction], base: Prediction) -> str:
@@ -180,13 +168,11 @@ def _best(found: Sequence[Prediction], base: Prediction) -> str:
     enough = max(each.means[_SPEED] for each in found) / (1 + _GAIN)
     # The first of those that are as good drops least.
     best = next(each for each in found if each.means[_SPEED] >= enough)
-    means = best.means
-    text = (
-        f"{best.setting.name}: {means['updates_per_second']:.3g} updates/s, "
-        f"{means[_SPEED]:.4g} samples/s"
-    )
+    means, speed = best.means, best.means[_SPEED]
+    text = f"{best.setting.name}: {means['updates_per_second']:.3g} updates/s, "
+    text += f"{speed:.4g} samples/s"
     if best is not base:
-        gain = means[_SPEED] / base.means[_SPEED] - 1
+        gain = speed / base.means[_SPEED] - 1
         text += f" ({gain:+.0%} to {base.setting.name})"
     if means["dropped"]:
         text += f", {means['dropped']:.1%} dropped"
@@ -204,10 +190,9 @@ def _remarks(found: Prediction) -> Iterator[str]:
         yield "the busiest link is the bottleneck" + cure * setting.has_server
     if found.means["server_utilisation"] > _BUSY:
         yield "the server is the bottleneck"
-    slow = [str(r) for r, each in enumerate(waiting) if each < max(waiting) - _SLOW]
+    slow = [rank for rank, each in enumerate(waiting) if each < max(waiting) - _SLOW]
     if slow and setting.quorum in (None, setting.ranks) and setting.synchronous:
-        who = ", ".join(slow[:8]) + ", ..." * (len(slow) > 8)
-        yield f"all wait for {counted(len(slow), 'rank')}: {who}"
+        yield f"all wait for {format_ranks(slow)}"
     yield from found.doubts
 
 
@@ -233,7 +218,8 @@ def draw(found: Sequence[Prediction], title: str, path: Path) -> None:
         plots.set_ticks(speeds.xaxis, sizes, "{:g}".format)
     else:
         speeds.set_xticks([])
-    lags.set(xlabel="lag in updates", title=_LAGS.format(sizes[-1]), ylim=(0, 1.05))
+    text = f"share of gradients with this lag or a larger one, {sizes[-1]} ranks"
+    lags.set(xlabel="lag in updates", title=text, ylim=(0, 1.05))
     plots.add_legend(lags)
     plots.save_figure(figure, path)
 

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.deadline import EAGER, nap_after
-from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.files import json_value, read_lines
-from hpcaccum.option_values import quantity
-from hpcaccum.plan.compute import seconds
+from hpcaccum.option_values import duration, quantity
 from hpcaccum.server import LARGE
 
 if TYPE_CHECKING:
@@ -38,8 +36,8 @@ _NAPS = np.array([0.0, *map(nap_after, _WAITS[1:].tolist())])
 class Setting:
     """What is simulated: a strategy, with the options of its optimizer.
 
-    Node i has the i-th block of ranks. The parameters, and a gradient, have ``nbytes``.
-    Without a ``quorum``, each gradient makes an update.
+    Node i has the i-th block of ranks. The parameters, and a gradient, have ``nbytes``,
+    a gradient ``batch`` samples. Without a ``quorum``, each makes an update.
     """
 
     strategy: str
@@ -51,6 +49,7 @@ class Setting:
     period: int = 1
     fragments: int = 1
     servers: int = 1
+    batch: int = 1
 
     @staticmethod
     def automatic_servers(nbytes: int, nodes: int) -> int:
@@ -160,8 +159,7 @@ class Machine:
 
 def napped(waited: Floats, uniform: Floats) -> Floats:
     """Return how late ranks notice what they have waited for, by the naps they take."""
-    found: Floats = np.interp(waited, _WAITS, _NAPS) * uniform
-    return found
+    return np.interp(waited, _WAITS, _NAPS) * uniform  # type: ignore[no-any-return]
 
 
 def machine(text: str) -> Machine:
@@ -169,7 +167,7 @@ def machine(text: str) -> Machine:
     if (path := Path(text)).is_file():
         try:
             return Machine(**json_value(read_lines(path)[0])["machine"])
-        except (InvalidArgumentError, ValueError, TypeError, LookupError):
+        except (ValueError, TypeError, LookupError):
             raise argparse.ArgumentTypeError(
                 f"{path} is not what hpcaccum bench plan --json writes"
             ) from None
@@ -178,9 +176,10 @@ def machine(text: str) -> Machine:
         raise argparse.ArgumentTypeError(
             f"must have two levels at most, of a node and between nodes, got {text!r}"
         )
-    wanted = f"must be {NETWORK}"
-    rates = [quantity(rate.strip(), _RATES, wanted) for _, _, rate in levels]
-    latencies = [seconds(latency, "a latency") for latency, _, _ in levels]
+    rates = [
+        quantity(each.strip(), _RATES, f"must be {NETWORK}") for *_, each in levels
+    ]
+    latencies = [duration(each, "a latency") for each, *_ in levels]
     costs: dict[str, Any] = {"call": Machine.call + latencies[0], "copy": rates[0]}
     if len(levels) == 2:
         costs.update(latency=latencies[1], link=rates[1])

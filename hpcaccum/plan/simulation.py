@@ -1,8 +1,7 @@
 """Simulations: synchronous strategies by rounds, asynchronous ones by events.
 
-A round of all ranks is a few NumPy vectors. There is one event for each gradient, in
-the order of arrival: what happens to it after its admission is known at once, as links
-and servers serve gradients in that order.
+There is one event for each gradient, in the order of arrival: what happens to it after
+its admission is known at once, as links and servers serve gradients in that order.
 """
 
 from __future__ import annotations
@@ -43,30 +42,27 @@ _end = operator.itemgetter(1)
 
 @dataclass
 class Outcome:
-    """What a simulation finds, of as many updates.
-
-    Seconds that each rank has computed, that the server has made updates, and that the
-    busiest link has carried data in one direction; how many gradients arrived with each
-    lag, and did not count; the mean lag by Little's law.
-    """
+    """What a simulation finds, of as many updates."""
 
     updates: int
+    # Seconds that each rank has computed; how many gradients had each lag.
     computing: Floats
     lags: Counter[int] = field(default_factory=Counter)
     dropped: int = 0
+    # Seconds of updates, of data on the busiest link in one direction, and of all.
     server: float = 0.0
     link: float = 0.0
     seconds: float = 0.0
+    # The mean lag by Little's law.
     law: float = 0.0
 
     @property
     def waiting(self) -> Floats:
         """The share of time in which each rank did not compute."""
-        found: Floats = np.clip(1 - self.computing / self.seconds, 0, 1)
-        return found
+        return np.clip(1 - self.computing / self.seconds, 0, 1)
 
-    def figures(self, samples: float, trains: float) -> dict[str, float]:
-        """Return what is shown; of ``samples`` a push, for a part of the time."""
+    def figures(self, samples: int, trains: float) -> dict[str, float]:
+        """Return what is shown, of pushes of samples, and of a part of the time."""
         arrived = self.lags.total()
         accepted = arrived - self.dropped
         return {
@@ -87,7 +83,7 @@ def simulate(
     """Simulate updates of a setting; the same ones for the same seed."""
     draws = Draws(compute, setting.node_of, seed)
     if not setting.has_server:
-        return allreduces(setting, machine, draws, updates)
+        return allreduce(setting, machine, draws, updates)
     kind: type[Rounds | Events] = Rounds
     if setting.quorum is None:
         kind, updates = Events, max(updates, _LEAST_GRADIENTS * setting.ranks)
@@ -96,16 +92,15 @@ def simulate(
     return simulation.run(updates)
 
 
-def allreduces(
+def allreduce(
     setting: Setting, machine: Machine, draws: Draws, updates: int
 ) -> Outcome:
     """Simulate updates for which all ranks wait for each other."""
     n, left = setting.ranks, updates
-    everybody = np.arange(n)
     found = Outcome(updates, np.zeros(n), Counter({0: n * updates}))
     while left:
         count = min(left, max(1, _GRADIENTS // n))
-        took, until = draws.pushes(everybody, count, 1, machine.call)
+        took, until = draws.pushes(np.arange(n), count, 1, machine.call)
         found.computing += took.sum(axis=1)
         longest = until.max(axis=0)
         # The first that has waited notices last that all have arrived.
@@ -119,11 +114,7 @@ def allreduces(
 
 
 class Rounds:
-    """Updates with the mean of a quorum of gradients; others are dropped.
-
-    The rule is that of the accumulator: a gradient counts if `admits` says so when it
-    arrives, the last one of a quorum closes the round, and its ranks wait.
-    """
+    """Updates with the mean of a quorum of gradients, whose ranks wait for the last."""
 
     def __init__(self, setting: Setting, machine: Machine, draws: Draws) -> None:
         self._setting, self._machine, self._rng = setting, machine, draws.rng
@@ -149,8 +140,7 @@ class Rounds:
         for _ in range(updates):
             self._round()
         found.seconds = self._published - begun
-        overtaken = updates * (self._setting.ranks - self._quorum)
-        found.law = overtaken / found.lags.total()
+        found.law = updates * (self._setting.ranks - self._quorum) / found.lags.total()
         return found
 
     def _count(self, ranks: Ints) -> None:
@@ -254,8 +244,7 @@ class Link:
 
     def __init__(self) -> None:
         self.carried, self._free = 0.0, 0.0
-        # What is sent later may be announced earlier: it then leaves gaps for others.
-        # When they begin and end, in order.
+        # What is sent later may be announced earlier: beginning and end of each gap.
         self._gaps = list[list[float]]()
 
     def carry(self, now: float, start: float, took: float) -> float:
@@ -284,8 +273,8 @@ class Events:
     def __init__(self, setting: Setting, machine: Machine, draws: Draws) -> None:
         self._setting, self._machine, self._draws = setting, machine, draws
         n, nodes, self._node_of = setting.ranks, setting.nodes, setting.node_of.tolist()
-        # Of each rank: when it pulled, what it computes, when its last gradient arrived.
-        self._starts, self._took, self._last = [0.0] * n, [0.0] * n, [0.0] * n
+        # Of each rank: when it pulled, what it computes, and its last arrival.
+        self._starts, self._took, self._last = ([0.0] * n for _ in range(3))
         self._versions = [Versions(self._starts) for _ in range(nodes)]
         self._pushes = [self._pushes_of(np.array([rank])) for rank in range(n)]
         self._uniform = self._random(draws.rng.random)
@@ -294,8 +283,7 @@ class Events:
         heapq.heapify(self._heap)
         # Until when the word of the step, and the server, are busy.
         self._step, self._word, self._busy = 0, 0.0, 0.0
-        self._inward = [Link() for _ in range(nodes)]
-        self._outward = [Link() for _ in range(nodes)]
+        self._inward, self._outward = ([Link() for _ in range(nodes)] for _ in range(2))
         # The seconds in which a node sends a gradient to the servers of other nodes.
         servers, crossing = setting.servers, machine.crossing(setting)
         others = [servers - (node < servers) for node in range(nodes)]

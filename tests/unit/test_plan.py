@@ -24,7 +24,7 @@ ONE_NODE = {"nodes": 1, "nbytes": 4096}
 
 def predicted(strategy, ranks, text, costs=FREE, **options):
     setting = Setting(strategy, ranks, **{**ONE_NODE, **options})
-    return predict(setting, costs, compute(text), updates=2000, seeds=[1])
+    return predict(setting, costs, compute(text), updates=2000, seeds=range(1, 2))
 
 
 def drawn(text, ranks=4, nodes=1, count=20000):
