@@ -176,10 +176,9 @@ def machine(text: str) -> Machine:
         raise argparse.ArgumentTypeError(
             f"must have two levels at most, of a node and between nodes, got {text!r}"
         )
-    rates = [
-        quantity(each.strip(), _RATES, f"must be {NETWORK}") for *_, each in levels
-    ]
-    latencies = [duration(each, "a latency") for each, *_ in levels]
+    wanted = f"must be {NETWORK}"
+    rates = [quantity(rate.strip(), _RATES, wanted) for *_, rate in levels]
+    latencies = [duration(latency, "a latency") for latency, *_ in levels]
     costs: dict[str, Any] = {"call": Machine.call + latencies[0], "copy": rates[0]}
     if len(levels) == 2:
         costs.update(latency=latencies[1], link=rates[1])
