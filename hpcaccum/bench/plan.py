@@ -86,7 +86,7 @@ def _run(seconds: float, group: Group, output: JsonLines) -> None:
     if group.rank:
         return
     costs = fit(measured, len(group.nodes) > 1, max(map(len, group.nodes)))
-    took = [_simulated(each.setting, costs) for each in measured]
+    took = [simulated(each.setting, costs) for each in measured]
     rows, residuals = list[tuple[str, ...]](), list[dict[str, Any]]()
     for (setting, real, _), found in zip(measured, took, strict=True):
         times = time_text(1e6 * real), time_text(1e6 * found)
@@ -178,7 +178,7 @@ def _train(setting: Setting, seconds: float, comm: Any) -> tuple[float, float]:
     return float(took), float(np.percentile(updates or [0.0], 25))
 
 
-def _simulated(setting: Setting, costs: Machine) -> float:
+def simulated(setting: Setting, costs: Machine) -> float:
     """Return what `_measure` does, simulated."""
     found = simulate(setting, costs, compute(f"{_SLEEP}s"), _UPDATES, 0)
     each = setting.ranks if setting.strategy == "drop-stale" else 1
@@ -197,7 +197,7 @@ def fit(measured: Sequence[Measured], network: bool, ranks: int) -> Machine:
     real = np.log([each.seconds for each in measured])
 
     def residuals(costs: Machine) -> Any:
-        took = [_simulated(each.setting, costs) for each in measured]
+        took = [simulated(each.setting, costs) for each in measured]
         return np.log(took) - real
 
     def changed(costs: Machine, factors: Sequence[float]) -> Machine:

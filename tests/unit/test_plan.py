@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import heapq
+import itertools
 import json
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from hpcaccum import cli
 from hpcaccum.accumulator import admits
 from hpcaccum.accumulator.state import State
+from hpcaccum.bench.plan import Measured, fit, simulated
 from hpcaccum.plan.compute import Draws, compute
 from hpcaccum.plan.prediction import predict
 from hpcaccum.plan.setting import Machine, Setting, machine
@@ -257,6 +259,28 @@ def test_a_seed_gives_the_same_again(strategy):
         return simulate(setting, Machine(), text, 200, seed).seconds
 
     assert speed(1) == speed(1) != speed(2)
+
+
+# The costs
+
+
+def test_costs_are_found_that_take_the_measured_times():
+    known = Machine(call=300e-6, turn=30e-6, update=40e-6, reduce=50e-6, copy=5e9)
+    measured = []
+    for ranks, nbytes in itertools.product((2, 4), (4096, 1 << 22)):
+        place = {"ranks": ranks, "nodes": 1, "nbytes": nbytes}
+        for setting in (
+            Setting("cross-shard", **place),
+            Setting("sync-replicas", **place, quorum=ranks, staleness=0),
+            Setting("drop-stale", **place),
+        ):
+            measured.append(Measured(setting, simulated(setting, known), known.update))
+
+    found = fit(measured, network=False, ranks=4)
+
+    assert found.update == known.update
+    assert found.call == pytest.approx(known.call, rel=0.1)
+    assert found.copy == pytest.approx(known.copy, rel=0.1)
 
 
 # The command
