@@ -49,8 +49,7 @@ class Prediction:
     # The share of time in which each rank waits; how many gradients had each lag.
     waiting: list[float]
     lags: list[int]
-    # Why not to trust it, in words.
-    doubts: list[str]
+    doubts: list[str]  # in words
 
     def percentile(self, percent: float) -> int:
         """Return the lag that so many percent of the gradients do not exceed."""

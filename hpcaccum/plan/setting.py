@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from hpcaccum.plan.compute import Floats, Ints
 
 STRATEGIES = ("cross-shard", "sync-replicas", "drop-stale", "agn", "local-steps")
+# How often a local step moves the parameters: an update; and for AGN, a sum.
+_LOCAL_STEP = {"agn": 5, "local-steps": 3}
 _RATES = {"B/s": 1.0, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12}
 NETWORK = (
     "a file that hpcaccum bench plan --json wrote, or a latency and a rate of a "
@@ -134,9 +136,10 @@ class Machine:
     link: float = 10e9
     ranks: int = 0
 
-    def moved(self, setting: Setting) -> float:
-        """Return seconds in which a rank copies its gradient or its parameters."""
-        return setting.pushed / self.copy
+    def moved(self, setting: Setting, steps: int = 0) -> float:
+        """Return seconds in which a rank copies its push or pull, and makes steps."""
+        moves = steps * _LOCAL_STEP.get(setting.strategy, 0)
+        return (setting.pushed + moves * setting.nbytes) / self.copy
 
     def crossing(self, setting: Setting) -> float:
         """Return seconds in which one gradient crosses the link of a server."""

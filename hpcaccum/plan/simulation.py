@@ -53,8 +53,7 @@ class Outcome:
     server: float = 0.0
     link: float = 0.0
     seconds: float = 0.0
-    # The mean lag by Little's law.
-    law: float = 0.0
+    law: float = 0.0  # the mean lag by Little's law
 
     @property
     def waiting(self) -> Floats:
@@ -131,7 +130,7 @@ class Rounds:
         """Return when gradients arrive that are begun at some times; and their time."""
         setting, machine = self._setting, self._machine
         took, until = self._draws.pushes(ranks, 1, setting.steps, machine.call)
-        return begin + until[:, 0] + machine.moved(setting), took[:, 0]
+        return begin + until[:, 0] + machine.moved(setting, setting.steps), took[:, 0]
 
     def run(self, updates: int) -> Outcome:
         """Simulate as many updates more."""
@@ -302,10 +301,11 @@ class Events:
 
     def _begin(self, rank: int, start: float) -> float:
         """Begin a gradient; return when it arrives."""
-        machine, self._starts[rank] = self._machine, start
+        setting, machine = self._setting, self._machine
+        self._starts[rank] = start
         self._took[rank], until = next(self._pushes[rank])
         away = machine.latency if self._node_of[rank] else 0.0
-        return start + until + machine.moved(self._setting) + away
+        return start + until + machine.moved(setting, setting.steps) + away
 
     def run(self, updates: int) -> Outcome:
         """Simulate as many updates more."""

@@ -261,6 +261,17 @@ def test_a_seed_gives_the_same_again(strategy):
     assert speed(1) == speed(1) != speed(2)
 
 
+@pytest.mark.parametrize(("strategy", "moves"), [("agn", 5), ("local-steps", 3)])
+def test_a_local_step_takes_the_longer_the_larger_the_model_is(strategy, moves):
+    costs = dataclasses.replace(FREE, copy=10e9)
+
+    found = predicted(strategy, 2, "30ms", costs, nbytes=10**7, period=5)
+
+    # Then a push and a pull, and an update of three moves.
+    seconds = 5 * (0.03 + moves * 1e-3) + 5e-3
+    assert 2 / found.means["updates_per_second"] == pytest.approx(seconds, rel=0.03)
+
+
 # The costs
 
 
