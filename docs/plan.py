@@ -25,9 +25,8 @@ import numpy as np
 
 import hpcaccum as hpc
 from hpcaccum.plan.compute import Draws, compute
-from hpcaccum.plan.machine import Machine, machine
-from hpcaccum.plan.setting import Setting, automatic_servers
-from hpcaccum.plan.simulation import Prediction, predict
+from hpcaccum.plan.prediction import Prediction, predict
+from hpcaccum.plan.setting import Machine, Setting, machine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,7 +79,7 @@ def settings(where: Place, ranks: int) -> list[Setting]:
     """Return what is compared on a number of ranks."""
     nbytes = 4 * where.parameters
     place = {"ranks": ranks, "nodes": where.nodes, "nbytes": nbytes}
-    place["servers"] = automatic_servers(nbytes, where.nodes)
+    place["servers"] = Setting.automatic_servers(nbytes, where.nodes)
     quorum = max(1, round(0.75 * ranks))
     return [
         Setting("cross-shard", **{**place, "servers": 1}),
@@ -123,8 +122,8 @@ def train(setting: Setting, text: str, seconds: float, updates: int) -> None:
     from mpi4py import MPI
 
     comm, stops_alone = MPI.COMM_WORLD, setting.has_server
-    rng = np.random.default_rng(comm.rank)
-    draws, me = Draws(compute(text), setting.node_of, rng), np.array([comm.rank])
+    draws = Draws(compute(text), setting.node_of, comm.rank)
+    me = np.array([comm.rank])
     sleeps = itertools.chain.from_iterable(
         draws.draw(me, 100)[0].tolist() for _ in itertools.count()
     )
@@ -190,9 +189,7 @@ def compare(where: Place, costs: Machine, seconds: float) -> list[Any]:
     rows = []
     for number, text in itertools.product(where.ranks, COMPUTES):
         for setting in settings(where, number):
-            found = predict(
-                setting, costs, compute(text), updates=2000, seeds=range(3), batch=1
-            )
+            found = predict(setting, costs, compute(text), updates=2000, seeds=range(3))
             expected = predicted(found)
             guess = max(20, round(seconds * expected[0]))
             measured = run(where, setting, text, seconds, guess)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,10 +16,17 @@ from hpcaccum.arguments import seconds
 from hpcaccum.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 # "auto", or ranks.
 Servers = str | tuple[int, ...]
+
+# A number of a quantity, as a regular expression.
+NUMBER = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)"
+
+# The units of a duration, in seconds, and how one looks.
+DURATIONS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+A_DURATION = "must be a time such as 30ms, 1.5s or 200us"
 
 # Formats of pictures.
 PICTURES = (".png", ".svg", ".pdf")
@@ -130,6 +138,35 @@ def time(text: str) -> float:
         raise argparse.ArgumentTypeError(
             f"must look like 90s, 5m or 1h, got {text!r}"
         ) from None
+
+
+def counts(text: str) -> list[int]:
+    """Return the numbers of a text such as 4,6 or 4:64, which doubles them."""
+    found = list[int]()
+    for part in text.split(","):
+        first, colon, last = part.partition(":")
+        each = count(first)
+        end = count(last) if colon else each
+        if end < each:
+            raise argparse.ArgumentTypeError(
+                f"must be numbers such as 4,6 or a range such as 4:64, got {text!r}"
+            )
+        while each <= end:
+            found.append(each)
+            each *= 2
+    return list(dict.fromkeys(found))
+
+
+def quantity(text: str, units: Mapping[str, float], wanted: str) -> float:
+    """Return a number with one of the units; ``wanted`` begins the message."""
+    if found := re.fullmatch(f"{NUMBER} ?({'|'.join(units)})", text):
+        return float(found[1]) * units[found[2]]
+    raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}")
+
+
+def duration(text: str, what: str) -> float:
+    """Return the seconds of a time such as 30ms; ``what`` begins the message."""
+    return quantity(text, DURATIONS, f"{what} {A_DURATION}")
 
 
 def widths(text: str) -> tuple[int, ...]:

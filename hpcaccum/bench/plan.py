@@ -27,9 +27,9 @@ from hpcaccum.bench.report import size_text, time_text
 from hpcaccum.files import JsonLines, check_new
 from hpcaccum.machine import circumstances, describe
 from hpcaccum.plan.compute import compute
-from hpcaccum.plan.machine import Machine
-from hpcaccum.plan.setting import Setting, automatic_servers
+from hpcaccum.plan.setting import Machine, Setting
 from hpcaccum.plan.simulation import simulate
+from hpcaccum.spans import Recorder, recorded_by
 from hpcaccum.tables import table
 
 if TYPE_CHECKING:
@@ -52,10 +52,11 @@ _UPDATES = 100
 
 
 class Measured(NamedTuple):
-    """A setting, and the seconds of an update by all of its ranks."""
+    """The seconds of an update by all ranks of a setting, and those of its server."""
 
     setting: Setting
     seconds: float
+    update: float
 
 
 def prepare(args: argparse.Namespace, group: Group) -> Callable[[], None]:
@@ -79,15 +80,15 @@ def _run(seconds: float, group: Group, output: JsonLines) -> None:
     if group.rank == 0:
         print(describe(facts), flush=True)
     measured = [
-        Measured(setting, _measure(setting, seconds, group))
+        Measured(setting, *_measure(setting, seconds, group))
         for setting in _settings(group)
     ]
     if group.rank:
         return
     costs = fit(measured, len(group.nodes) > 1, max(map(len, group.nodes)))
-    took = [_simulated(each.setting, costs) for each in measured]
+    took = [simulated(each.setting, costs) for each in measured]
     rows, residuals = list[tuple[str, ...]](), list[dict[str, Any]]()
-    for (setting, real), found in zip(measured, took, strict=True):
+    for (setting, real, _), found in zip(measured, took, strict=True):
         times = time_text(1e6 * real), time_text(1e6 * found)
         size = str(setting.ranks), str(setting.nodes), size_text(setting.nbytes)
         rows.append((setting.strategy, *size, *times, f"{found / real - 1:+.1%}"))
@@ -111,7 +112,9 @@ def _settings(group: Group) -> list[Setting]:
     for ranks, nbytes in itertools.product(dict.fromkeys(sizes), _SIZES):
         cross_shard = Setting("cross-shard", ranks, nodes, nbytes)
         served = functools.partial(
-            dataclasses.replace, cross_shard, servers=automatic_servers(nbytes, nodes)
+            dataclasses.replace,
+            cross_shard,
+            servers=Setting.automatic_servers(nbytes, nodes),
         )
         found += [
             cross_shard,
@@ -121,10 +124,10 @@ def _settings(group: Group) -> list[Setting]:
     return found
 
 
-def _measure(setting: Setting, seconds: float, group: Group) -> float:
+def _measure(setting: Setting, seconds: float, group: Group) -> tuple[float, float]:
     """Return the seconds of an update on the first ranks. Collective."""
     part = group.comm.Split(group.rank < setting.ranks, group.rank)
-    took = 0.0
+    took = 0.0, 0.0
     if group.rank < setting.ranks:
         took = _train(setting, seconds, part)
     # Others would spin in MPI, and take the cores of those that train.
@@ -132,15 +135,15 @@ def _measure(setting: Setting, seconds: float, group: Group) -> float:
     while not over.Test():
         time.sleep(_NAP)
     part.Free()
-    return float(group.comm.bcast(took))
+    return group.comm.bcast(took)  # type: ignore[no-any-return]
 
 
-def _train(setting: Setting, seconds: float, comm: Any) -> float:
+def _train(setting: Setting, seconds: float, comm: Any) -> tuple[float, float]:
     var = Variable(np.zeros(setting.nbytes // 4, np.float32), "x")
-    grads = [np.zeros_like(var.value)]
+    grads, slept = [np.zeros_like(var.value)], _SLEEP
 
     def loss() -> tuple[float, list[Any]]:
-        time.sleep(_SLEEP)
+        time.sleep(slept)
         return 0.0, grads
 
     rule, opt = SGD(0.1), None  # type: Any, Any
@@ -162,12 +165,20 @@ def _train(setting: Setting, seconds: float, comm: Any) -> float:
         return np.median(comm.allgather(np.median(took)))
 
     took = steps(_LEAST)
-    took = steps(max(_LEAST, round(seconds / took)))
+    count = max(_LEAST, round(seconds / took))
+    took, slept, recorder = steps(count), 0.0, Recorder()
+    if setting.strategy == "drop-stale":
+        # An idle server takes longer for an update: its core sleeps, too.
+        with recorded_by(recorder):
+            steps(count)
     opt.free()
-    return float(took)
+    events = itertools.chain.from_iterable(recorder.rows().values())
+    updates = [e.end - e.begin for e in events if e.label.name == "update"]
+    # The longer ones have waited for a core.
+    return float(took), float(np.percentile(updates or [0.0], 25))
 
 
-def _simulated(setting: Setting, costs: Machine) -> float:
+def simulated(setting: Setting, costs: Machine) -> float:
     """Return what `_measure` does, simulated."""
     found = simulate(setting, costs, compute(f"{_SLEEP}s"), _UPDATES, 0)
     each = setting.ranks if setting.strategy == "drop-stale" else 1
@@ -179,13 +190,14 @@ def fit(measured: Sequence[Measured], network: bool, ranks: int) -> Machine:
 
     By the method of Levenberg and Marquardt, for the logarithms of the costs.
     """
-    names = ["call", "turn", "update", "reduce", "copy"]
+    names = ["call", "turn", "reduce", "copy"]
     names += ["latency", "link"] if network else []
-    costs = Machine(ranks=ranks)
+    update = min(each.update for each in measured if each.update)
+    costs = Machine(ranks=ranks, update=update)
     real = np.log([each.seconds for each in measured])
 
     def residuals(costs: Machine) -> Any:
-        took = [_simulated(each.setting, costs) for each in measured]
+        took = [simulated(each.setting, costs) for each in measured]
         return np.log(took) - real
 
     def changed(costs: Machine, factors: Sequence[float]) -> Machine:

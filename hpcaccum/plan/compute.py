@@ -14,9 +14,10 @@ import numpy as np
 
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.files import read_lines
+from hpcaccum.option_values import A_DURATION, DURATIONS, NUMBER, duration, quantity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     import numpy.typing as npt
 
@@ -26,44 +27,26 @@ if TYPE_CHECKING:
     # What each rank measured, one gradient after the other.
     Series = list[list[float]]
 
-_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_NUMBER = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)"
-_TIME = re.compile(f"{_NUMBER} ?({'|'.join(_SECONDS)})")
-_SHARE = re.compile(f"{_NUMBER}% x{_NUMBER}(?:-{_NUMBER})?")
+_SHARE = re.compile(f"{NUMBER}% x{NUMBER}(?:-{NUMBER})?")
 _NAMED = re.compile(r"(rank|node)s? ([0-9,-]+) ([x+]) ?(\S+)")
-_FAILURES = re.compile(rf"failures {_NUMBER}/h restart (\S+)")
-_FIRST = (
-    "the first term must be a time such as 30ms, 'normal MEAN DEVIATION', 'lognormal "
-    "MEAN SIGMA', 'exponential MEAN', or a file of times"
+_FAILURES = re.compile(rf"failures {NUMBER}/h restart (\S+)")
+_WANTS = {"normal": "MEAN DEVIATION", "lognormal": "MEAN SIGMA", "exponential": "MEAN"}
+FIRST = (
+    "a time such as 30ms, 'normal MEAN DEVIATION', 'lognormal MEAN SIGMA', "
+    "'exponential MEAN', or a file of times or of train --trace"
 )
-_MORE = (
+MORE = (
     "'6% x3' or '6% x2-10' (that share of gradients takes so many times as long), "
     "'rank 7 +45ms', 'rank 7 x1.5', 'node 2,4-7 x1.5', or 'failures 0.01/h restart 5m'"
 )
 
 
-def seconds(text: str, what: str) -> float:
-    """Return the seconds of a time such as 30ms, or raise ArgumentTypeError."""
-    if found := _TIME.fullmatch(text):
-        return float(found[1]) * _SECONDS[found[2]]
-    wanted = "a time such as 30ms, 1.5s or 200us"
-    raise argparse.ArgumentTypeError(f"{what} must be {wanted}, got {text!r}")
-
-
-def number(text: str, what: str) -> float:
-    """Return a number of at least 0, or raise ArgumentTypeError."""
-    if re.fullmatch(_NUMBER, text):
-        return float(text)
-    raise argparse.ArgumentTypeError(
-        f"{what} must be a number such as 0.3, got {text!r}"
-    )
+def _number(text: str, what: str) -> float:
+    return quantity(text, {"": 1.0}, f"{what} must be a number such as 0.3")
 
 
 class Change(NamedTuple):
-    """What makes a share of gradients slower, of all or of some ranks or nodes.
-
-    The factor is between the two ``factors``; the delay, in seconds, is added to it.
-    """
+    """Makes a share of gradients slower, or all of some ranks or nodes: x + delay."""
 
     share: float = 1.0
     kind: str = ""
@@ -74,15 +57,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Compute:
-    """What ``--compute`` says.
-
-    Attributes:
-        text: As it was typed.
-        distribution: Draws times of gradients; or the series of a file.
-        changes: Applied to them in order.
-        failures: Of a node, in each second.
-        restart: Seconds from a failure until all ranks train again.
-    """
+    """What ``--compute`` says; failures of a node in a second, seconds to restart."""
 
     text: str
     distribution: Distribution | Series
@@ -113,7 +88,7 @@ def compute(text: str) -> Compute:
     for place, term in enumerate(more, 2):
         what = f"term {place}, {term!r},"
         if found := _FAILURES.fullmatch(term):
-            failures = float(found[1]) / 3600, seconds(found[2], f"{what} its restart")
+            failures = float(found[1]) / 3600, duration(found[2], f"{what} its restart")
         else:
             changes.append(_change(term, what))
     return Compute(text, distribution, tuple(changes), *failures)
@@ -121,22 +96,20 @@ def compute(text: str) -> Compute:
 
 def _distribution(text: str) -> Distribution | Series:
     name, *given = text.split() or [""]
-    if _TIME.fullmatch(text):
-        mean = seconds(text, "it")
+    if name not in _WANTS:
+        if Path(text).is_file():
+            return _file(Path(text))
+        mean = quantity(text, DURATIONS, f"the first term must be {FIRST}")
         return lambda rng, shape: np.full(shape, mean)
-    wants = {"normal": "MEAN DEVIATION", "lognormal": "MEAN SIGMA"}
-    wants["exponential"] = "MEAN"
-    if name not in wants:
-        return _file(text)
-    if len(given) != len(wants[name].split()):
-        raise argparse.ArgumentTypeError(f"{name} needs {wants[name]}, got {text!r}")
-    mean = seconds(given[0], f"MEAN of {name}")
+    if len(given) != len(_WANTS[name].split()):
+        raise argparse.ArgumentTypeError(f"{name} needs {_WANTS[name]}, got {text!r}")
+    mean = duration(given[0], f"MEAN of {name}")
     if name == "exponential":
         return lambda rng, shape: rng.exponential(mean, shape)
     if name == "normal":
-        width = seconds(given[1], "DEVIATION of normal")
+        width = duration(given[1], "DEVIATION of normal")
         return lambda rng, shape: np.maximum(rng.normal(mean, width, shape), 0)
-    sigma = number(given[1], "SIGMA of lognormal, the deviation of the logarithm,")
+    sigma = _number(given[1], "SIGMA of lognormal, the deviation of the logarithm,")
     # Its mean is exp(mu + sigma ** 2 / 2).
     mu = math.log(max(mean, 1e-300)) - sigma**2 / 2
     return lambda rng, shape: rng.lognormal(mu, sigma, shape)
@@ -151,10 +124,10 @@ def _change(term: str, what: str) -> Change:
         kind, numbers, sign, size = found.groups()
         chosen = _numbers(numbers, what)
         if sign == "+":
-            return Change(1.0, kind, chosen, delay=seconds(size, f"{what} its delay"))
-        factor = number(size, f"{what} its factor")
+            return Change(1.0, kind, chosen, delay=duration(size, f"{what} its delay"))
+        factor = _number(size, f"{what} its factor")
         return Change(1.0, kind, chosen, (factor, factor))
-    raise argparse.ArgumentTypeError(f"{what} must be {_MORE}")
+    raise argparse.ArgumentTypeError(f"{what} must be {MORE}")
 
 
 def _numbers(text: str, what: str) -> tuple[int, ...]:
@@ -170,79 +143,53 @@ def _numbers(text: str, what: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _file(text: str) -> Series:
-    path = Path(text)
-    if not text or not path.is_file():
-        raise argparse.ArgumentTypeError(f"{_FIRST}, got {text!r}")
+def _file(path: Path) -> Series:
+    """Return the times in a file of ``train --trace``, by rank, or in a list."""
     try:
         lines = read_lines(path)
     except InvalidArgumentError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    found: dict[Any, list[float]] = {}
     try:
-        series = _traced(json.loads("\n".join(lines)))
+        for event in json.loads("\n".join(lines))["traceEvents"]:
+            if event["name"] == "compute":
+                rank = event["pid"], event["tid"]
+                found.setdefault(rank, []).append(event["dur"] * 1e-6)
     except (ValueError, TypeError, LookupError):
-        series = [_listed(path, lines)]
-    if not any(series):
+        units, listed = {"": 1.0, **DURATIONS}, list[float]()
+        for place, line in enumerate(lines, 1):
+            wanted = f"{path}, line {place}: each {A_DURATION}"
+            words = re.sub(r"[\[\],;]", " ", line.partition("#")[0]).split()
+            listed += [quantity(word, units, wanted) for word in words]
+        found = {0: listed}
+    if not any(found.values()):
         raise argparse.ArgumentTypeError(f"{path} has no time of a gradient")
-    return series
-
-
-def _traced(trace: Any) -> Series:
-    """Return the times of gradients in a file of ``train --trace``, by rank."""
-    found: dict[tuple[int, int], list[float]] = {}
-    for event in trace["traceEvents"]:
-        if event["name"] == "compute":
-            place = event["pid"], event["tid"]
-            found.setdefault(place, []).append(event["dur"] * 1e-6)
-    return [found[place] for place in sorted(found)]
-
-
-def _listed(path: Path, lines: Sequence[str]) -> list[float]:
-    """Return the times in a text: seconds, or with units."""
-    found = list[float]()
-    for place, line in enumerate(lines, 1):
-        for word in re.sub(r"[\[\],;]", " ", line.partition("#")[0]).split():
-            what = f"{path}, line {place}: each"
-            plain = re.fullmatch(_NUMBER, word)
-            found.append(float(word) if plain else seconds(word, what))
-    return found
+    return [found[rank] for rank in sorted(found)]
 
 
 class Draws:
-    """Draws times of gradients, the same ones for the same random numbers.
+    """Draws times of gradients, and other numbers, the same ones for the same seed."""
 
-    The times of a file are read in order, from a random place on, so that slow phases
-    last as long as they did.
-
-    Args:
-        compute: What is drawn.
-        node_of: The node of each rank.
-        rng: The source of random numbers.
-    """
-
-    def __init__(
-        self, compute: Compute, node_of: Ints, rng: np.random.Generator
-    ) -> None:
-        self._rng, self._distribution = rng, compute.distribution
+    def __init__(self, compute: Compute, node_of: Ints, seed: int) -> None:
+        self.rng, self._distribution = np.random.default_rng(seed), compute.distribution
         ranks = np.arange(len(node_of))
         self._changes = [
             (each, np.isin(node_of if each.kind == "node" else ranks, each.numbers))
             for each in compute.changes
         ]
         if isinstance(self._distribution, list):
-            # All series in one vector: where that of each rank begins, and its length.
+            # Read in order, from a random place on: slow phases last as they did. All
+            # series in one vector: where that of each rank begins, and its length.
+            self._series = np.concatenate(self._distribution)
             lengths = np.array([len(each) for each in self._distribution])
-            self._series, whose = (
-                np.concatenate(self._distribution),
-                ranks % len(lengths),
-            )
-            self._begins = (np.cumsum(lengths) - lengths)[whose, np.newaxis]
-            self._lengths = lengths[whose, np.newaxis]
-            self._at = rng.integers(0, self._lengths)
+            whose = (ranks % len(lengths))[:, np.newaxis]
+            self._begins = (np.cumsum(lengths) - lengths)[whose]
+            self._lengths = lengths[whose]
+            self._at = self.rng.integers(0, self._lengths)
 
     def draw(self, ranks: Ints, count: int = 1) -> Floats:
         """Return the times of the next gradients of different ranks, a row for each."""
-        rng, shape, times = self._rng, (len(ranks), count), np.empty(0)
+        rng, shape, times = self.rng, (len(ranks), count), np.empty(0)
         if isinstance(self._distribution, list):
             places = (self._at[ranks] + np.arange(count)) % self._lengths[ranks]
             times = self._series[self._begins[ranks] + places]
@@ -254,3 +201,11 @@ class Draws:
             factor = low if low == high else rng.uniform(low, high, shape)
             times = np.where(slow, times * factor + delay, times)
         return times
+
+    def pushes(
+        self, ranks: Ints, count: int, steps: int, call: float
+    ) -> tuple[Floats, Floats]:
+        """Return what ranks compute for pushes of some steps; and with their calls."""
+        shape = len(ranks), count
+        took = self.draw(ranks, count * steps).reshape(*shape, steps).sum(axis=2)
+        return took, took + call * self.rng.standard_gamma(steps, shape)

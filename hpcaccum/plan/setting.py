@@ -1,40 +1,45 @@
-"""One setting of one strategy, and what its simulation has found."""
+"""What is simulated: a setting of a strategy, on a machine; and what is found.
+
+The costs of an exchange on a machine are fitted by ``bench plan``, or two numbers.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from hpcaccum.deadline import EAGER, nap_after
+from hpcaccum.files import json_value, read_lines
+from hpcaccum.option_values import duration, quantity
+from hpcaccum.server import LARGE
 
 if TYPE_CHECKING:
     from hpcaccum.plan.compute import Floats, Ints
 
-from hpcaccum.server import LARGE
-
 STRATEGIES = ("cross-shard", "sync-replicas", "drop-stale", "agn", "local-steps")
-
-
-def automatic_servers(nbytes: int, nodes: int) -> int:
-    """Return how many servers ``servers="auto"`` takes for a model."""
-    return nodes if nbytes >= LARGE else 1
+# How often a local step moves the parameters: an update; and for AGN, a sum.
+_LOCAL_STEP = {"agn": 5, "local-steps": 3}
+_RATES = {"B/s": 1.0, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12}
+NETWORK = (
+    "a file that hpcaccum bench plan --json wrote, or a latency and a rate of a "
+    "node, and optionally between nodes, such as '1us 25GB/s; 2us 12GB/s'"
+)
+# The product's own rule, at so many seconds that it is the same between them.
+_WAITS = np.concatenate([[0.0], np.geomspace(EAGER, 1.0, 500)])
+_NAPS = np.array([0.0, *map(nap_after, _WAITS[1:].tolist())])
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is simulated.
+    """What is simulated: a strategy, with the options of its optimizer.
 
-    Attributes:
-        strategy: One of `STRATEGIES`.
-        ranks, nodes: Node i has the i-th block of ranks.
-        nbytes: Of the parameters, and of a gradient.
-        quorum: Gradients of one update; None if each gradient makes one.
-        staleness: Largest lag with which a gradient counts; infinity if all count.
-        period: Gradients that a rank computes for one push.
-        fragments: Parts of the parameters that are pushed in turns.
-        servers: How many ranks, on different nodes, hold a part of the parameters.
+    Node i has the i-th block of ranks. The parameters, and a gradient, have ``nbytes``,
+    a gradient ``batch`` samples. Without a ``quorum``, each makes an update.
     """
 
     strategy: str
@@ -46,6 +51,12 @@ class Setting:
     period: int = 1
     fragments: int = 1
     servers: int = 1
+    batch: int = 1
+
+    @staticmethod
+    def automatic_servers(nbytes: int, nodes: int) -> int:
+        """Return how many servers ``servers="auto"`` takes for a model."""
+        return nodes if nbytes >= LARGE else 1
 
     @property
     def node_of(self) -> Ints:
@@ -65,20 +76,16 @@ class Setting:
     @property
     def name(self) -> str:
         """The strategy and its options, in words."""
-        words = [self.strategy]
-        if self.quorum is not None:
-            words.append(f"quorum {self.quorum}")
-        if self.strategy in ("agn", "local-steps"):
-            words.append(f"period {self.period}")
-        if self.fragments > 1:
-            words.append(f"fragments {self.fragments}")
-        if self.quorum is None and math.isfinite(self.staleness):
-            words.append(f"staleness {self.staleness:g}")
-        if self.quorum is not None and self.staleness:
-            words.append("lateness")
-        if self.servers > 1:
-            words.append(f"servers {self.servers}")
-        return " ".join(words)
+        each = self.quorum is None
+        options = {
+            f"quorum {self.quorum}": not each,
+            f"period {self.period}": self.strategy in ("agn", "local-steps"),
+            f"fragments {self.fragments}": self.fragments > 1,
+            f"staleness {self.staleness:g}": each and math.isfinite(self.staleness),
+            "lateness": not each and self.staleness > 0,
+            f"servers {self.servers}": self.servers > 1,
+        }
+        return " ".join([self.strategy, *(text for text in options if options[text])])
 
     @property
     def synchronous(self) -> bool:
@@ -94,58 +101,88 @@ class Setting:
     def memory_bytes(self) -> int:
         """Of the fullest node: variables, gradients, and what servers need."""
         here = -(-self.ranks // self.nodes)
-        # Each rank has its variables, its gradient, and its buffers for the exchange.
-        buffers = 2 if self.quorum and self.has_server else 1
-        nbytes = here * self.nbytes * (2 + buffers)
-        if self.strategy == "local-steps":
-            # Where its local steps began.
-            nbytes += here * self.nbytes
+        # Each rank has its variables, its gradient, and its buffers for the exchange,
+        # and knows where its local steps began.
+        copies = 4 if self.quorum and self.has_server else 3
+        nbytes = here * self.nbytes * (copies + (self.strategy == "local-steps"))
         if self.has_server:
             # Two copies that a node reads, and a part of the center.
             nbytes += 2 * self.nbytes + -(-self.nbytes // self.servers)
         return nbytes
 
 
-@dataclass
-class Outcome:
-    """What one simulation finds, after it has warmed up.
+@dataclass(frozen=True)
+class Machine:
+    """The costs, in seconds and in bytes a second.
 
     Attributes:
-        computing: Seconds that each rank has computed.
-        lags: How many gradients arrived with each lag.
-        dropped: How many of them did not count.
-        server: Seconds that the server has made updates.
-        link: Seconds that the busiest link has carried data, in one direction.
-        seconds, updates: What was simulated.
-        law: The mean lag by Little's law.
+        call: Of a rank for one gradient, beside what follows; and once more from an
+            update until it pulls. The mean of an exponential distribution.
+        turn: Of one gradient, which the ranks of a node spend one after the other.
+        update: Of an update on the server, right after another one.
+        reduce: Of an allreduce on one node.
+        copy: Rate at which the ranks of a node copy, all together.
+        latency: Of a message to another node.
+        link: Rate of the link of a node, in each direction.
+        ranks: The most on a node for which it was measured; 0 if it was not.
     """
 
-    computing: Floats
-    lags: Counter[int] = field(default_factory=Counter)
-    dropped: int = 0
-    server: float = 0.0
-    link: float = 0.0
-    seconds: float = 0.0
-    updates: int = 0
-    law: float = 0.0
+    call: float = 500e-6
+    turn: float = 20e-6
+    update: float = 50e-6
+    reduce: float = 100e-6
+    copy: float = 20e9
+    latency: float = 50e-6
+    link: float = 10e9
+    ranks: int = 0
 
-    @property
-    def waiting(self) -> Floats:
-        """The share of time in which each rank did not compute."""
-        found: Floats = np.clip(1 - self.computing / self.seconds, 0, 1)
-        return found
+    def moved(self, setting: Setting, steps: int = 0) -> float:
+        """Return seconds in which a rank copies its push or pull, and makes steps."""
+        moves = steps * _LOCAL_STEP.get(setting.strategy, 0)
+        return (setting.pushed + moves * setting.nbytes) / self.copy
 
-    def figures(self, samples: float) -> dict[str, float]:
-        """Return what is shown and written; a push has so many ``samples``."""
-        arrived = self.lags.total()
-        accepted = arrived - self.dropped
-        return {
-            "updates_per_second": self.updates / self.seconds,
-            "samples_per_second": accepted * samples / self.seconds,
-            "dropped": self.dropped / arrived,
-            "mean_lag": sum(lag * n for lag, n in self.lags.items()) / arrived,
-            "waiting": float(self.waiting.mean()),
-            "busiest_link": self.link / self.seconds,
-            "server_utilisation": self.server / self.seconds,
-            "law": self.law,
-        }
+    def crossing(self, setting: Setting) -> float:
+        """Return seconds in which one gradient crosses the link of a server."""
+        return setting.pushed / setting.servers / self.link
+
+    def updating(self, setting: Setting, gradients: int) -> float:
+        """Return seconds of an update of so many gradients of the server's node."""
+        moves = gradients + 2
+        return self.update + moves * setting.pushed / setting.servers / self.copy
+
+    def reducing(self, setting: Setting) -> float:
+        """Return seconds of an allreduce, from the arrival of the last rank."""
+        here, nodes = -(-setting.ranks // setting.nodes), setting.nodes
+        took = self.reduce + here * self.turn + 3 * here * setting.nbytes / self.copy
+        if nodes > 1:
+            took += 2 * np.log2(nodes) * self.latency
+            took += 2 * (nodes - 1) / nodes * setting.nbytes / self.link
+        return float(took)
+
+
+def napped(waited: Floats, uniform: Floats) -> Floats:
+    """Return how late ranks notice what they have waited for, by the naps they take."""
+    return np.interp(waited, _WAITS, _NAPS) * uniform  # type: ignore[no-any-return]
+
+
+def machine(text: str) -> Machine:
+    """Return what ``--network`` says, or raise ArgumentTypeError."""
+    if (path := Path(text)).is_file():
+        try:
+            return Machine(**json_value(read_lines(path)[0])["machine"])
+        except (ValueError, TypeError, LookupError):
+            raise argparse.ArgumentTypeError(
+                f"{path} is not what hpcaccum bench plan --json writes"
+            ) from None
+    levels = [each.strip().partition(" ") for each in text.split(";")]
+    if len(levels) > 2:
+        raise argparse.ArgumentTypeError(
+            f"must have two levels at most, of a node and between nodes, got {text!r}"
+        )
+    wanted = f"must be {NETWORK}"
+    rates = [quantity(rate.strip(), _RATES, wanted) for *_, rate in levels]
+    latencies = [duration(latency, "a latency") for latency, *_ in levels]
+    costs: dict[str, Any] = {"call": Machine.call + latencies[0], "copy": rates[0]}
+    if len(levels) == 2:
+        costs.update(latency=latencies[1], link=rates[1])
+    return Machine(**costs)

@@ -1,0 +1,232 @@
+"""Predictions: repeated simulations, as a table, in words, and as a picture."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hpcaccum import plots
+from hpcaccum.errors import counted, format_ranks
+from hpcaccum.plan.simulation import simulate
+from hpcaccum.tables import table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from hpcaccum.plan.compute import Compute
+    from hpcaccum.plan.setting import Machine, Setting
+
+# How far the mean lag may be from Little's law.
+_LITTLE = 0.02
+# Quantiles of Student's distribution for intervals of 95 %, from 2 repeats on.
+_STUDENT = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+# A server or a link that is busy for this share of the time is a bottleneck. A rank is
+# slow if the share of its time that it waits is smaller than that of others by so much.
+_BUSY, _SLOW = 0.8, 0.2
+# Settings whose samples a second differ by less are as good.
+_GAIN = 0.05
+_SPEED = "samples_per_second"
+LEGEND = """\
+updates/s, samples/s: of gradients that count; +-: 95 % interval over the repeats
+dropped: gradients that do not count; lag: of all that arrive, in updates
+waiting: share of a rank's time, mean and most; server, link: share of time in use"""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is predicted for one setting, by several simulations."""
+
+    setting: Setting
+    # Of `Outcome.figures`; the intervals in which they are with 95 %.
+    means: dict[str, float]
+    intervals: dict[str, tuple[float, float] | None]
+    # The share of time in which each rank waits; how many gradients had each lag.
+    waiting: list[float]
+    lags: list[int]
+    doubts: list[str]  # in words
+
+    def percentile(self, percent: float) -> int:
+        """Return the lag that so many percent of the gradients do not exceed."""
+        lags = np.cumsum(self.lags)
+        return int(np.searchsorted(lags, percent / 100 * lags[-1]))
+
+    def facts(self) -> dict[str, Any]:
+        """Return what ``--json`` writes."""
+        staleness = self.setting.staleness
+        return {
+            **vars(self.setting),
+            "staleness": None if math.isinf(staleness) else staleness,
+            **self.means,
+            "lag_p50": self.percentile(50),
+            "lag_p90": self.percentile(90),
+            "lag_max": len(self.lags) - 1,
+            "lags": self.lags,
+            "waiting_least": min(self.waiting),
+            "waiting_most": max(self.waiting),
+            "memory_bytes": self.setting.memory_bytes,
+            "intervals": self.intervals,
+            "doubts": self.doubts,
+        }
+
+
+def predict(
+    setting: Setting, machine: Machine, compute: Compute, updates: int, seeds: range
+) -> Prediction:
+    """Predict what a setting does, by a simulation with each of the seeds."""
+    found = [simulate(setting, machine, compute, updates, seed) for seed in seeds]
+    # During a restart no rank trains.
+    trains = compute.availability(setting.nodes)
+    figures = [each.figures(setting.steps * setting.batch, trains) for each in found]
+    columns = {name: [each[name] for each in figures] for name in figures[0]}
+    means = {name: fmean(column) for name, column in columns.items()}
+    lags = sum((each.lags for each in found), Counter[int]())
+    return Prediction(
+        setting,
+        means,
+        {name: _interval(column) for name, column in columns.items()},
+        np.mean([each.waiting for each in found], axis=0).tolist(),
+        [lags[lag] for lag in range(max(lags) + 1)],
+        list(_doubts(setting, machine.ranks, means)),
+    )
+
+
+def _interval(column: Sequence[float]) -> tuple[float, float] | None:
+    if len(column) < 2:
+        return None
+    quantile = _STUDENT[min(len(column) - 1, len(_STUDENT)) - 1]
+    middle, width = fmean(column), quantile * stdev(column) / math.sqrt(len(column))
+    return middle - width, middle + width
+
+
+def _doubts(setting: Setting, fitted: int, means: dict[str, float]) -> Iterator[str]:
+    here = -(-setting.ranks // setting.nodes)
+    if 0 < fitted < here:
+        yield f"extrapolated from {counted(fitted, 'rank')} on a node to {here}"
+    # Updates a second times the mean time from a pull to the admission, less the share
+    # of gradients that make an update themselves.
+    lag, law = means["mean_lag"], means["law"]
+    if abs(lag - law) > _LITTLE * max(lag, law, 1):
+        why = "ranks push together, or more --updates are needed"
+        yield f"mean lag {lag:.3g}, by Little's law {law:.3g}: {why}"
+
+
+def lines(predictions: Sequence[Prediction]) -> list[str]:
+    """Return the lines of the table."""
+    rows = [_row(each) for each in predictions]
+    return table(list(rows[0]), [list(row.values()) for row in rows], (1,))
+
+
+def _row(found: Prediction) -> dict[str, str]:
+    setting, means = found.setting, found.means
+    interval = found.intervals["updates_per_second"]
+    return {
+        "ranks": str(setting.ranks),
+        "strategy": setting.name,
+        "updates/s": f"{means['updates_per_second']:.4g}",
+        "+-": f"{(interval[1] - interval[0]) / 2:.1g}" if interval else "-",
+        "samples/s": f"{means[_SPEED]:.4g}",
+        "dropped": f"{means['dropped']:.1%}",
+        "lag": f"{means['mean_lag']:.2f}",
+        "p90": str(found.percentile(90)),
+        "max": str(len(found.lags) - 1),
+        "waiting": f"{means['waiting']:.0%}",
+        "most": f"{max(found.waiting):.0%}",
+        "server": f"{means['server_utilisation']:.0%}",
+        "link": f"{means['busiest_link']:.0%}",
+        "MiB/node": f"{setting.memory_bytes / 2**20:.4g}",
+    }
+
+
+def words(predictions: Sequence[Prediction], compute: Compute) -> Iterator[str]:
+    """Yield what follows from the predictions."""
+    for ranks in dict.fromkeys(each.setting.ranks for each in predictions):
+        found = [each for each in predictions if each.setting.ranks == ranks]
+        for kind, waits in ("every update waits", True), ("no update waits", False):
+            if some := [each for each in found if each.setting.synchronous == waits]:
+                yield f"{counted(ranks, 'rank')}, {kind}: {_best(some, found[0])}"
+    if compute.failures:
+        nodes = predictions[-1].setting.nodes
+        hours = 1 / (compute.failures * nodes * 3600)
+        yield (
+            f"{counted(nodes, 'node')}: a failure every {hours:.3g} h, "
+            f"{compute.availability(nodes):.1%} of the time is left to train"
+        )
+    for each in predictions:
+        who = f"{counted(each.setting.ranks, 'rank')}, {each.setting.name}"
+        yield from (f"{who}: {remark}" for remark in _remarks(each))
+
+
+def _best(found: Sequence[Prediction], base: Prediction) -> str:
+    """Return which setting is the best, and how it compares."""
+    enough = max(each.means[_SPEED] for each in found) / (1 + _GAIN)
+    # The first of those that are as good drops least.
+    best = next(each for each in found if each.means[_SPEED] >= enough)
+    means, speed = best.means, best.means[_SPEED]
+    text = f"{best.setting.name}: {means['updates_per_second']:.3g} updates/s, "
+    text += f"{speed:.4g} samples/s"
+    if best is not base:
+        gain = speed / base.means[_SPEED] - 1
+        text += f" ({gain:+.0%} to {base.setting.name})"
+    if means["dropped"]:
+        text += f", {means['dropped']:.1%} dropped"
+    if means["mean_lag"]:
+        text += f", mean lag {means['mean_lag']:.2g}"
+    return text
+
+
+def _remarks(found: Prediction) -> Iterator[str]:
+    """Yield what is notable about a prediction."""
+    setting, waiting = found.setting, found.waiting
+    if found.means["busiest_link"] > _BUSY:
+        more = min(2 * setting.servers, setting.nodes)
+        cure = f": try --servers {more}" if setting.servers < setting.nodes else ""
+        yield "the busiest link is the bottleneck" + cure * setting.has_server
+    if found.means["server_utilisation"] > _BUSY:
+        yield "the server is the bottleneck"
+    slow = [rank for rank, each in enumerate(waiting) if each < max(waiting) - _SLOW]
+    if slow and setting.quorum in (None, setting.ranks) and setting.synchronous:
+        yield f"all wait for {format_ranks(slow)}"
+    yield from found.doubts
+
+
+def draw(found: Sequence[Prediction], title: str, path: Path) -> None:
+    """Draw a panel of speeds and one of lags, those of the most ranks."""
+    figure, (speeds, lags) = plots.make_figure(2, title)
+    sizes = sorted({each.setting.ranks for each in found})
+    for place, (name, some) in enumerate(plots.group_by(found, _name).items()):
+        color = plots.COLORS[place % len(plots.COLORS)]
+        line = ("-", "--", ":")[place // len(plots.COLORS) % 3]
+        samples = [each.means[_SPEED] for each in some]
+        if len(sizes) > 1:
+            ranks = [each.setting.ranks for each in some]
+            speeds.plot(ranks, samples, line, marker="o", markersize=4, color=color)
+        else:
+            speeds.bar(place, samples, color=color, width=0.7)
+        counts = np.array(some[-1].lags)
+        late = counts[::-1].cumsum()[::-1] / counts.sum()
+        lags.plot(late, line, color=color, label=name, drawstyle="steps-mid")
+    speeds.set(title="samples/s of gradients that count")
+    if len(sizes) > 1:
+        speeds.set(xlabel="ranks", xscale="log", yscale="log")
+        plots.set_ticks(speeds.xaxis, sizes, "{:g}".format)
+    else:
+        speeds.set_xticks([])
+    text = f"share of gradients with this lag or a larger one, {sizes[-1]} ranks"
+    lags.set(xlabel="lag in updates", title=text, ylim=(0, 1.05))
+    plots.add_legend(lags)
+    plots.save_figure(figure, path)
+
+
+def _name(each: Prediction) -> str:
+    """Return what a line is called: what does not grow with ranks."""
+    setting, text = each.setting, each.setting.name
+    if setting.quorum is not None:
+        share = setting.quorum / setting.ranks
+        text = text.replace(f"quorum {setting.quorum}", f"quorum {share:.0%}")
+    return text.replace(f"staleness {2 * setting.ranks}", "staleness 2n")
