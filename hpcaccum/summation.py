@@ -131,7 +131,7 @@ def add_at_once(
     else:
         scratch = np.empty_like(out) if scratch is None else scratch[: out.size]
         total = parts[0]
-        if factors[0] != 1 or len(parts) == 1:
+        if factors[0] != 1:
             total = np.multiply(total, dtype.type(factors[0]), out, dtype=dtype)
         for part, factor in zip(parts[1:], factors[1:], strict=True):
             if factor != 1:

@@ -142,8 +142,8 @@ class AccumulatorOnDevice(Freeable):
     ) -> Receipt:
         """Have ``add`` queue the addition of a gradient, unless it is stale.
 
-        Its first argument is whether the gradient is the first since the last take. It
-        reads the arrays ``reads``, which are kept until then.
+        ``add`` gets first whether the gradient is the first since the last take. The
+        arrays ``reads`` are kept until the device has read them.
         """
         with self._calls.hold("apply_grad"):
             self._check_here()
@@ -164,8 +164,8 @@ class AccumulatorOnDevice(Freeable):
     ) -> T:
         """Wait for gradients; return what ``reduce`` returns for their weight.
 
-        It queues work on the current stream, and calls `_begin_step` as soon as that
-        has taken the sum.
+        ``reduce`` queues work on the current stream, and calls `_begin_step` as soon as
+        that has taken the sum.
         """
 
         def enough() -> bool | None:

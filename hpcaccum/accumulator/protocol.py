@@ -163,8 +163,8 @@ class AdmissionProtocol:
         """Admit a gradient of a rank to the open round, or drop it.
 
         The rank has no other gradient on its way. If this one is admitted, `arrive`
-        comes when it is in its buffer. A shape that does not fit, and a full round, are
-        an InvalidArgumentError.
+        comes when it is in its buffer. A shape that does not fit, and a full round,
+        raise InvalidArgumentError.
         """
         words, memory = self.words, self.words.memory
         word, local_step = words.read(STATE), request.local_step
@@ -214,9 +214,9 @@ class AdmissionProtocol:
         return Admitted(receipt, parity, held, record, complete)
 
     def arrive(self, rank: int, admitted: Admitted) -> None:
-        """Publish that a gradient is in place, unless its rank was given up.
+        """Publish that a gradient is in place.
 
-        The round may be over without that rank.
+        Raises LostRankError if its rank was given up: the round may be over without it.
         """
         self.membership.check_counts(rank)
         assert admitted.receipt is not None
@@ -260,10 +260,9 @@ class AdmissionProtocol:
         begin, size = parity * self._size, self._size
         words = self.words.read_range(self._records + begin, size)
         # Not before the records.
-        bits = struct.pack(
-            f"{size}q", *self.words.read_range(self._weights + begin, size)
-        )
-        pairs = enumerate(zip(words, struct.unpack(f"{size}d", bits), strict=True))
+        weights = self.words.read_range(self._weights + begin, size)
+        numbers = struct.unpack(f"{size}d", struct.pack(f"{size}q", *weights))
+        pairs = enumerate(zip(words, numbers, strict=True))
         return {rank: Record.of(*pair) for rank, pair in pairs if pair[0]}
 
     def clear_records(self, parity: int) -> None:

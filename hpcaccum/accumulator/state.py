@@ -88,8 +88,8 @@ class Packing:
 class Record(NamedTuple):
     """What one rank has in one round: a buffer with the sum of its gradients.
 
-    A single gradient that was computed in the buffer, or that has rows, is there as it
-    was given. All others have been multiplied by their weights.
+    A single gradient that was computed in the buffer, has rows, or came in a message,
+    is there as it was given. All others have been multiplied by their weights.
 
     Attributes:
         buffer: 0 or 1.

@@ -48,8 +48,9 @@ class Buffers:
 
     A vector may have places of rows at its end. If a rank has several gradients in a
     round, its buffer has their sum, each multiplied by its weight: rows are added by
-    their indices, all other elements one by one. A single one that is copied is
-    multiplied meanwhile, which costs no time; the sum multiplies one that is in place.
+    their indices, all other elements one by one. A single one is multiplied while it is
+    copied, which costs no time. If it is in place, has rows, or came in a message, the
+    sum multiplies it.
 
     The sum of all ranks is formed at the take: in rank order on each node, then in the
     order of the nodes. The same gradients give the same bits in any order of arrival.
@@ -111,7 +112,7 @@ class Buffers:
         """
         return self._own[index]
 
-    def prepare(self, grad: Any) -> None:
+    def prepare(self, grad: Any, weight: float) -> None:
         """Prepare `write`, for a gradient that may be dropped."""
         if device.is_device(grad):
             self.pin()
@@ -150,12 +151,8 @@ class Buffers:
         """
         buffer = self._own[index][: grad.size]
         if before is None:
-            whole = buffer.reshape(grad.shape)
-            if weight == 1 or device.is_device(grad):
-                device.copyto(whole, grad)
-                grad = whole
-            if weight != 1:
-                fill(whole, grad, weight)
+            # The take multiplies what has rows.
+            _store(buffer, grad, 1.0 if self._rows else weight)
             return
         more, factors = device.to_host(grad).reshape(-1), (before.factor, weight)
         # No warning: an overflow shows up as inf in the result.
@@ -203,7 +200,7 @@ class Buffers:
         return Batch(self.parts, places, self._dtype, *about)
 
     def short(self, grad: Any) -> bytes | None:
-        """Return what `write` stores of a gradient, if it may be sent at once."""
+        """Return a gradient in the dtype of buffers, if it may be sent at once."""
         nbytes = self._capacity * self._dtype.itemsize
         if not (self.parts.sends_short and is_short(nbytes)):
             return None
@@ -274,7 +271,7 @@ class RowBuffers(Buffers):
     def _label(self, place: RowPlace) -> str:
         return self._what
 
-    def prepare(self, grad: RowGradient) -> None:
+    def prepare(self, grad: RowGradient, weight: float) -> None:
         """Prepare `write`; see `Buffers.prepare`."""
         if grad.slices.on_device:
             self.pin()
@@ -319,6 +316,8 @@ class Sums:
         self._region = Region(group, holder, 2 * self._stride)
         self._threads = group.own_cores
         self._staging: dict[int, Array] = {}
+        # What MPI adds, if that is not a gradient itself.
+        self._product: Array | None = None
 
     @property
     def window_bytes(self) -> int:
@@ -331,18 +330,31 @@ class Sums:
             self._staging[index] = np.zeros(self._capacity, self._dtype)
         return self._staging[index]
 
-    def prepare(self, grad: Any) -> None:
-        """Do nothing."""
+    def prepare(self, grad: Any, weight: float) -> None:
+        """Allocate what `write` needs."""
+        if self._product is None and not self._is_exact(grad, weight):
+            self._product = np.empty(self._capacity, self._dtype)
+
+    def _is_exact(self, grad: Any, weight: float) -> bool:
+        """Whether MPI can add a gradient itself."""
+        return (
+            weight == 1
+            and isinstance(grad, np.ndarray)
+            and grad.dtype == self._dtype
+            and grad.flags.c_contiguous
+        )
 
     @traced("copy")
     def write(
         self, parity: int, index: int, grad: Any, weight: float, before: Record | None
     ) -> None:
         """Add a gradient to the sum of a parity; see `Buffers.write`."""
-        with np.errstate(all="ignore"):
-            vector = np.ascontiguousarray(device.to_host(grad), self._dtype).reshape(-1)
-            if weight != 1:
-                vector = vector * self._dtype.type(weight)
+        if self._is_exact(grad, weight):
+            vector = grad.reshape(-1)
+        else:
+            assert self._product is not None
+            vector = self._product[: grad.size]
+            _store(vector, grad, weight)
         self._region.accumulate(parity * self._stride, vector)
 
     def total(self, closed: Closed, out: Array, deadline: Deadline) -> None:
@@ -392,6 +404,7 @@ class Sums:
     def free(self) -> None:
         """Free the window. Collective."""
         self._staging.clear()
+        self._product = None
         self._region.free()
 
 
@@ -402,6 +415,16 @@ def make_storage(group: Group, settings: Settings, what: str) -> Storage:
     """Return a new storage. Collective."""
     kinds: dict[str, type[Storage]] = {SLOTS: Buffers, ROWS: RowBuffers, SUM: Sums}
     return kinds[settings.storage](group, settings, what)
+
+
+def _store(vector: Array, grad: Any, weight: float) -> None:
+    """Set a vector to a gradient times its weight."""
+    whole = vector.reshape(grad.shape)
+    if weight == 1 or device.is_device(grad):
+        device.copyto(whole, grad)
+        grad = whole
+    if weight != 1:
+        fill(whole, grad, weight)
 
 
 def _aligned(nbytes: int) -> int:

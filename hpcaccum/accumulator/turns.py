@@ -33,8 +33,8 @@ class OneThread:
     def hold(self, call: str, deadline: Deadline | None = None) -> Self:
         """Wait for other threads, then let none make a call during the `with` block.
 
-        It is an InvalidArgumentError in a signal handler that has interrupted a call,
-        for which it would wait without end.
+        Raises WaitTimeoutError; and InvalidArgumentError in a signal handler that has
+        interrupted a call, for which it would wait without end.
         """
         if not self._lock.acquire(blocking=False):
             deadline = deadline or Deadline(None, f"{self._what}: {call}")

@@ -72,7 +72,7 @@ class Writer:
         Its errors are those of `ConditionalAccumulator.apply_grad`.
         """
         # What may fail comes before the admission.
-        self._storage.prepare(array)
+        self._storage.prepare(array, weight)
         grad = Gradient(array, local_step, weight)
         receipt = self._submit(grad)
         if receipt is None:
@@ -120,11 +120,10 @@ class Writer:
         shape, misfit = (None, None) if usual else (array.shape, shapes.misfit(array))
         scaled = not (in_place or storage.has_rows)
         request = Request(step, weight, shape, misfit, fresh, in_place, scaled)
-        if calls is None:
-            return self._protocol.admit(self._rank, request)
-        if calls.near:
-            # Gradients of other ranks often come soon: the agent stops its nap.
-            calls.wake()
+        if calls is None or calls.near:
+            if calls is not None:
+                # Gradients of other ranks often come soon: the agent stops its nap.
+                calls.wake()
             return self._protocol.admit(self._rank, request)
         sent = None if misfit else storage.short(array)
         if sent is not None:
@@ -243,10 +242,9 @@ class RankBuffers:
         self._slots: dict[int, Array] = {}
 
     def choose(self, array: Any) -> tuple[int | None, Fresh, bool]:
-        """Return which buffers a gradient may use, and none that another round holds.
+        """Return the slot that contains a gradient, or None; `fresh` and `in_place`.
 
-        That is the slot that contains it, if one does, and what `Request` has as
-        ``fresh`` and ``in_place``.
+        These are for its `Request`; no other round holds a buffer of `fresh`.
         """
         slot = self._slot_of(array) if self._slots else None
         if not self._lent:

@@ -299,7 +299,8 @@ class Averager(Freeable):
     def _reduce(self, *leaves: Any, names: tuple[str, ...] = ()) -> list[Array]:
         """Return the new mark of the state, and the means of arrays, in new memory.
 
-        After the arrays come the weight, and parameters to compare, which have names.
+        ``leaves`` are arrays, their weight, and the parameters called ``names``, which
+        are compared.
         """
         assert self._structure is not None
         assert self._shard is not None

@@ -19,7 +19,7 @@ from hpcaccum.optimizers import (
     LocalStepsOptimizer,
     SyncReplicasOptimizer,
 )
-from hpcaccum.optimizers.adapter import AdapterBase, ServerArguments
+from hpcaccum.optimizers.adapter import AdapterBase, ServerArguments, check_known
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 class Options(ServerArguments, total=False):
     """What all optimizers of this module accept by keyword; see `OneSided`."""
 
+    wire_dtype: Any
     extra: Mapping[str, Any]
     snapshot: Any
 
@@ -76,6 +77,7 @@ class OneSided(AdapterBase):
         **options: Any,
     ) -> None:
         self._what, group = f"hpcaccum.jax.{type(self).__name__}", group_of(comm)
+        check_known(self._what, options, Options.__annotations__)
 
         def check() -> OptaxRule:
             structure = Structure.of(params).check("params")

@@ -1,4 +1,4 @@
-"""Commands for jobs: `sbatch`; `run`, which restarts one; `doctor`, which tests MPI.
+"""Commands for jobs: `sbatch`; `run`, which restarts them; `doctor`, which tests MPI.
 
 May import everything but the command line.
 """

@@ -156,7 +156,7 @@ class Calls(Service):
             answer = self._function(source, *question)
             if isinstance(answer, GeneratorType):
                 answer = yield from answer
-            # None is that there is no answer yet.
+            # None means that there is no answer yet.
             answer = True if answer is None else answer
         except _ERRORS as error:
             answer = error

@@ -160,8 +160,8 @@ class NodeParts(Service):
         the ranks in ``copied``. If nothing is sent, and the agent is a thread of this
         rank, this call adds the vectors itself.
 
-        The result is valid until the next sum of a rank of this node. If another node
-        is lost, it is a LostNodeError.
+        The result is valid until the next sum of a rank of this node. Raises
+        WaitTimeoutError, or LostNodeError if another node is lost.
         """
         if self.agent.is_leader and (here := self._all_here(places, copied)):
             return self._sum_here(here, count, dtype, divisor)

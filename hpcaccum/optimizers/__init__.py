@@ -3,8 +3,8 @@
 All have the interface of `base`.
 
 Update rules: SGD, Momentum, Adagrad and Adam (`rules`), on the base of `update_rule`.
-    They update one piece that fits into the cache at a time; on a device by a
-    `device_update`; on a server, all variables as one vector.
+    They update one piece that fits into the cache at a time; on a device, all variables
+    by a `device_update`. On a server, they may update all variables as one vector.
 Wrappers: A `wrapper` holds another optimizer. `cross_shard` reduces gradients in groups
     of ranks (`shard_reducer`); `one_sided` is the base of `sync_replicas`, `drop_stale`
     and of `local_steps`, which is that of `agn`. These four send gradients to a

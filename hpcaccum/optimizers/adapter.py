@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
 from hpcaccum.mpi import Freeable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from mpi4py import MPI as mpi4py_MPI
 
     from hpcaccum.accumulator import Tally
@@ -27,11 +29,10 @@ class ServerArguments(TypedDict, total=False):
     dedicated: bool
     on_nonfinite: OnNonfinite
     min_workers: int
-    wire_dtype: Any
 
 
 class AdapterBase(Freeable):
-    """Holds the optimizer of hpcaccum that exchanges the gradients of a program."""
+    """The base of adapters: holds the optimizer that exchanges gradients."""
 
     _exchange: CrossShardOptimizer | OneSidedOptimizer
     # What messages call it.
@@ -57,8 +58,14 @@ class AdapterBase(Freeable):
         return self._what
 
 
+def check_known(what: str, options: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError for a keyword argument that an adapter does not have."""
+    for name in {*options} - {*known}:
+        raise TypeError(f"{what} got an unexpected keyword argument {name!r}")
+
+
 def checksum(*values: object) -> int:
-    """Return a number of 64 bits that depends on dtype, shape and bits of arrays."""
+    """Return a number of 64 bits of arrays, and of the ``repr`` of other values."""
     found = hashlib.blake2b(digest_size=8)
     for value in values:
         if isinstance(value, np.ndarray):

@@ -141,9 +141,11 @@ class ShardReducer:
                 f"gradients"
             )
 
-    def start(self, name: str, grad: Array | None, weight: float = 1.0) -> None:
+    def start(self, name: str, grad: Array, weight: float = 1.0) -> None:
         """Begin a reduction with one of its gradients; see `Reducer.start`."""
         self.check_present()
+        # Those who start gradients have them in memory of another library.
+        self.reducer.copies_all = True
         self.reducer.start(name, grad, weight=weight)
         self.started.add(name)
 

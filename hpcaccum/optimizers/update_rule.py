@@ -391,7 +391,8 @@ class FlatRule:
         self._rule = rule
         # Names to initial values.
         self.slots: Mapping[str, float] = rule._slots()
-        # Of single variables, at the learning rate of the host if given; of pieces.
+        # `apply` updates single variables, at the host's learning rate if given;
+        # `update` updates a piece of all.
         self.apply, self.update = rule._apply_at, rule._update
         # On the rank that counts updates.
         self._states: Sequence[State] = ()

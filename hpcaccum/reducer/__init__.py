@@ -2,7 +2,8 @@
 
 `Reducer` checks each call and pairs it with those of the other ranks; `selection` lists
 the schedules and picks one; `schedule` is their contract. On one node these are
-`one_shot` and `two_shot`, between nodes `flat` and `hierarchical`, on devices `nccl`.
+`one_shot` and `two_shot`, between nodes `hierarchical`, anywhere `flat`, on devices
+`nccl`.
 
 Imports `mpi`, `device` and single modules; never `accumulator`.
 """

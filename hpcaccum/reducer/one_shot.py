@@ -84,7 +84,7 @@ class OneShot(Schedule):
 
     def _all_agree(self, mine: int) -> bool:
         """Wait for the calls of all ranks; return whether their signatures are mine."""
-        # A rank that sees the number of a call also sees its signature and weight:
+        # A rank that sees the number of a call also sees its signature and weights:
         # `store` orders that number after them, and `read_range` what is read later
         # after it. Nor does it see those of a later call. A rank writes to this block
         # again two calls later. Before, it has waited for all ranks in the call between

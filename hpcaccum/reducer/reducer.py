@@ -15,9 +15,10 @@ from hpcaccum.arguments import (
     positive_weight,
     step_number,
 )
-from hpcaccum.device import is_device, to_host
+from hpcaccum.device import is_device
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Freeable, Group, group_of
+from hpcaccum.overlap import overlap
 from hpcaccum.reducer import selection
 from hpcaccum.reducer.device import DeviceCalls, DeviceOnlyCalls
 from hpcaccum.reducer.inputs import Inputs
@@ -188,8 +189,9 @@ class Reducer(Freeable):
         self._inputs = Inputs(name, made.arrays, made.received, only)
         # The set of arrays that were started since the last call.
         self._started = 0
-        # Copies of arrays in place that a call multiplies.
-        self._kept: dict[str, Array] = {}
+        # Whether no array of a call with started ones is in place, or shares memory
+        # with this object: `start` then multiplies them by the weight, too.
+        self.copies_all = False
         calls = DeviceOnlyCalls if made.device_only else DeviceCalls
         self._device = calls(layout, made)
         label = self._group.label(name)
@@ -218,28 +220,23 @@ class Reducer(Freeable):
         if weight != schedule.weight or mean != schedule.mean:
             schedule.prepare(weight, mean=mean, scales=False)
 
-    def _weigh(self, inputs: Mapping[str, Any], names: int) -> Mapping[str, Any]:
-        """Return the inputs to copy in; decide where they are multiplied by the weight.
+    def _choose_factor(self, inputs: Mapping[str, Any], names: int) -> None:
+        """Decide whether this call's weight multiplies arrays as they are copied.
 
-        It costs no time while they are copied. Only the sum multiplies arrays in place,
-        or on a device, or in half precision.
+        That costs no time. The sum multiplies arrays in place, on a device, or in half
+        precision.
         """
         schedule = self._schedule
-        if schedule.weight == 1:
-            return inputs
-        if not self._started:
-            scales = schedule.sent.dtype == schedule.received.dtype
-            scales = scales and len(inputs) == names.bit_count() > 0
-            scales = scales and not is_device(next(iter(inputs.values())))
-            if scales != (schedule.scale != 1):
-                schedule.prepare(schedule.weight, mean=schedule.mean, scales=scales)
-        elif schedule.scale != 1:
-            # As the arrays before. One in place is restored after the call.
-            inputs = {name: to_host(array) for name, array in inputs.items()}
-            for name in self._inputs.names(names):
-                if name not in inputs:
-                    inputs[name] = self._kept[name] = self._arrays[name].copy()
-        return inputs
+        if schedule.weight == 1 or self._started:
+            return
+        sent = schedule.sent
+        scales = sent.dtype == schedule.received.dtype
+        scales = scales and len(inputs) == names.bit_count() > 0
+        scales = scales and not any(
+            is_device(array) or overlap(array, sent) for array in inputs.values()
+        )
+        if scales != (schedule.scale != 1):
+            schedule.prepare(schedule.weight, mean=schedule.mean, scales=scales)
 
     def arrays(self) -> dict[str, Array]:
         """Return this rank's arrays, of the layout's dtype, to write gradients to.
@@ -280,8 +277,9 @@ class Reducer(Freeable):
             reduction_type: For this call, if no array was started; None is the
                 reducer's.
             weight: Of this rank's arrays, such as the number of samples that they come
-                from; each rank has its own. They are multiplied by it in the sum. A
-                mean is divided by the sum of all weights. It must be that of `start`.
+                from; each rank has its own. It multiplies them while they are copied,
+                or in the sum. A mean is divided by the sum of all weights. It must be
+                that of `start`.
 
         Returns:
             The results of this call, in place; see `results`. Or ``out``, if it is on
@@ -312,7 +310,7 @@ class Reducer(Freeable):
             targets = _NOTHING
             if out:
                 targets = self._inputs.targets(out, names | self._started)
-            inputs = self._weigh(inputs, names)
+            self._choose_factor(inputs, names)
             self._device.prepare(inputs, targets)
         except Exception as error:
             self._fail(error)
@@ -338,8 +336,8 @@ class Reducer(Freeable):
         self._check_open()
         self._prepare(None, weight)
         given = {name: self._arrays.get(name) if array is None else array}
-        checked, bit = self._inputs.check(given, self._started)
-        inputs = self._weigh(checked, bit)
+        inputs, bit = self._inputs.check(given, self._started)
+        self._choose_factor(inputs if self.copies_all else _NOTHING, bit)
         self._device.prepare(inputs, _NOTHING)
         self._calls.broken = True
         for each in self._device.start(name, inputs):
@@ -434,9 +432,6 @@ class Reducer(Freeable):
         agreed = self._device.finish(call)
         calls.broken = False
         calls.track.calls += 1
-        for name, array in self._kept.items():
-            self._arrays[name][...] = array
-        self._kept.clear()
         if self._started:
             self._started = 0
             self._schedule.reset()

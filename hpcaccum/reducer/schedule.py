@@ -18,7 +18,6 @@ overrides `Schedule.finish`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -125,11 +124,9 @@ class Call(NamedTuple):
     reduced: Callable[[int], None] | None = None
 
 
-Numbers = tuple[float, ...]
+Numbers = Sequence[float]
 
 
-# Most calls have the weights of the call before, and to compute takes microseconds.
-@functools.lru_cache(32)
 def combined(
     weights: Numbers, factors: Numbers, *, mean: bool
 ) -> tuple[Numbers, float]:
@@ -150,18 +147,12 @@ def given_numbers(
 
     They are 1 for a rank whose word is even, which has ``given`` none.
     """
-    chosen = tuple([rank if words[rank] & 1 else -1 for rank in counted])
-    return _numbers(chosen, tuple(given))
-
-
-@functools.lru_cache(32)
-def _numbers(
-    chosen: tuple[int, ...], given: tuple[int, ...]
-) -> tuple[Numbers, Numbers]:
     half = len(given) // 2
-    weights = [1.0 if rank < 0 else number_of(given[rank]) for rank in chosen]
-    factors = [1.0 if rank < 0 else number_of(given[half + rank]) for rank in chosen]
-    return tuple(weights), tuple(factors)
+    weights, factors = (
+        [number_of(part[rank]) if words[rank] & 1 else 1.0 for rank in counted]
+        for part in (given[:half], given[half:])
+    )
+    return weights, factors
 
 
 def all_that_live(
@@ -253,7 +244,7 @@ class Schedule:
         """
         self.weight, self.mean = weight, mean
         self.scale, self.factor = (weight, 1.0) if scales else (1.0, weight)
-        ones = (1.0,) * len(self.counted)
+        ones = [1.0] * len(self.counted)
         self._note_weights(ones, ones)
 
     def _note_weights(self, weights: Numbers, factors: Numbers) -> None:

@@ -221,7 +221,7 @@ class NodeSum:
     def prepare(self, weight: float, factor: float) -> None:
         """Set these numbers of this rank in the next call; see `Schedule`."""
         self.weight, self.factor = weight, factor
-        ones = (1.0,) * len(self.counted)
+        ones = [1.0] * len(self.counted)
         self._note_weights(ones, ones)
 
     def _note_weights(self, weights: Numbers, factors: Numbers) -> None:
@@ -273,12 +273,12 @@ class NodeSum:
             self._note_weights(*given_numbers(words, given, self.counted))
         inputs, out = self._inputs[self.summed], self.stripes[self.summed]
         parts = [inputs[word >> 1 & 1][rank] for rank, word in enumerate(words)]
-        factors: Sequence[float] = self._factors
+        factors = self._factors
         if direct is not None:
             parts[self._rank] = direct
             if self.factor != self.weight:
                 # It was not multiplied, as it was not copied.
-                factors = list(factors or (1.0,) * self._size)
+                factors = [*(factors or [1.0] * self._size)]
                 factors[self._rank] = self.weight
         if len(self.counted) < self._size:
             parts = [parts[rank] for rank in self.counted]

@@ -328,7 +328,10 @@ class BoundedStalenessInbox:
         return self._found[step]
 
     def _find_final(self, step: int) -> Found | None:
-        """Return as `_find`, or that the gradient of a step is lost."""
+        """Return as `_find`, or that the gradient of a step is lost.
+
+        Raises EverybodyLeftError if none can come.
+        """
         if (found := self._find(step)) is not None:
             return found
         if self._is_lost(step):

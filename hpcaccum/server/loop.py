@@ -93,7 +93,7 @@ class Loop:
         self._thread.start()
 
     def end(self, deadline: Deadline) -> None:
-        """Wait until the thread has ended, if there is one; all ranks have left."""
+        """Wait for the end of the thread, if there is one, when all ranks have left."""
 
         def missing() -> str:
             lacks, step = self._inbox.awaited(self._step), self._step

@@ -92,7 +92,7 @@ class _Update(NamedTuple):
     gradients: Sequence[Array]
     factors: Sequence[float]
     divisor: float
-    # Of the mean.
+    # What the mean is multiplied by.
     factor: float
     numbers: Sequence[float]
 
@@ -329,5 +329,6 @@ class NodeUpdate:
         """Free the memory, which lives as long as views of it. Collective."""
         self._join()
         self._words.free()
+        self._workers.clear()
         self._center, *self._slots = np.empty((1 + len(self._slots), 0))
         self._saved, self._update = np.empty((0, 0, 0, 0)), np.empty(0, np.uint8)

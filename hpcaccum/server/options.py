@@ -2,7 +2,8 @@
 
 An inbox is where a server takes its gradients from, a policy of admission.
 `QuorumInbox` passes on the gradients of a quorum together, `BoundedStalenessInbox` each
-gradient separately. Another one has the same methods and attributes:
+gradient separately. Another one has the same methods and attributes; these need an
+explanation:
 
 ``adds``: Whether the gradients of several ranks are added. The parameters of an update
     are then sent to their nodes unasked.

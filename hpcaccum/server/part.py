@@ -113,8 +113,8 @@ class Part:
 class Center:
     """The center, or the part of it that one of several servers has.
 
-    The ``copier`` copies its ``arrays`` to ``copies``, ``wire`` is their format;
-    ``threads`` compute sums.
+    ``copier`` copies ``arrays`` to ``copies``, and ``wire`` is their format. Sums use
+    so many ``threads``.
     """
 
     def __init__(

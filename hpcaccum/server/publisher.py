@@ -344,7 +344,7 @@ class Publisher(Service):
     def complete(self, version: int, awaited: Iterable[Place] = ()) -> None:
         """Publish what was written since ``own.begin``.
 
-        Nodes of gradients whose ranks wait get it from a single server unasked.
+        A single server sends it unasked to the nodes of these places, whose ranks wait.
         """
         if not self._is_here:
             # Those who wait for it are named in the order to make it.

@@ -30,7 +30,7 @@ class QuorumInbox(SharedAccumulator):
     """
 
     adds = True
-    # Of the gradients of one update, and of the step that can be set.
+    # The most gradients of one update, and the highest step that can be set.
     most, most_first_step = _PACKING.max_count, _PACKING.max_first_step
 
     def __init__(
@@ -77,7 +77,10 @@ class QuorumInbox(SharedAccumulator):
         self._buffers.pin()
 
     def buffer(self, known: int = 0) -> Array:
-        """Return the memory for the next gradient of a rank that has a step."""
+        """Return the memory for this rank's next gradient.
+
+        It has the parameters of the step ``known``.
+        """
         # The server takes one round after the other, and publishes a step before the
         # take of its round returns.
         self.writer.note_finished(known - 1)

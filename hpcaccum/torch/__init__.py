@@ -7,8 +7,8 @@ center of a server, `gradients` maps gradients to those of the exchange, `buffer
 combines the buffers of a module, and `state` is what `state_dict` returns. `tensors`
 maps tensors to arrays.
 
-Imports `optimizers` and the packages below it. Only a benchmark of PyTorch
-imports this package, so that only those who use it need PyTorch.
+Imports `optimizers` and the packages below it. Only a benchmark of PyTorch imports this
+package, so that only those who use it need PyTorch.
 """
 
 from __future__ import annotations

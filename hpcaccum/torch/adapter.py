@@ -13,7 +13,7 @@ import torch
 
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import MPI, Group, group_of
-from hpcaccum.optimizers.adapter import AdapterBase
+from hpcaccum.optimizers.adapter import AdapterBase, ServerArguments, check_known
 from hpcaccum.torch.buffers import AVERAGE, Buffers
 from hpcaccum.torch.gradients import Gradients, names_of_sparse
 from hpcaccum.torch.rule import TorchRule
@@ -121,6 +121,7 @@ class Adapter(torch.optim.Optimizer, AdapterBase):  # type: ignore[misc]
     ) -> None:
         self._group = group_of(comm)
         self._what = f"hpcaccum.torch.{type(self).__name__}"
+        check_known(self._what, options, [*ServerArguments.__annotations__, "servers"])
         if module is ...:
             module = None
             if self._group.size > 1 and MPI.COMM_WORLD.rank == 0:

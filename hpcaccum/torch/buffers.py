@@ -91,6 +91,8 @@ def _checked(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
             raise InvalidArgumentError(
                 f"{name!r} is complex, which is not supported yet"
             )
+        # NumPy may lack the dtype.
+        array_of(tensor.new_empty(0, device=CPU))
     return tensors
 
 
@@ -101,7 +103,7 @@ def _signature(tensors: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...], s
 
 
 def _variables(tensors: Mapping[str, Any]) -> Iterator[Variable]:
-    """Return variables, one after the other, of which each is used before the next."""
+    """Yield variables; copy each back to its tensor before the next."""
     for name, tensor in tensors.items():
         array = _in_cpu_memory(tensor)
         # Variables have numbers.

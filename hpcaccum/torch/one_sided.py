@@ -37,6 +37,7 @@ class Options(ServerArguments, total=False):
     servers: Servers
     sparse: Iterable[torch.Tensor]
     capacity: int | None
+    wire_dtype: torch.dtype | str | None
 
 
 class OneSided(Adapter):

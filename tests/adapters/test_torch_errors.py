@@ -79,6 +79,21 @@ def test_bad_options(comm):
         ({"buffers": "sum"}, "buffers must be one of"),
     ):
         assert message in str(refused(hpt.CrossShard, inner, comm=comm, **options))
+    # What only the optimizer of hpcaccum has, and what nothing has.
+    for name in ("use_locking", "name", "bogus"):
+        with pytest.raises(TypeError, match=f"DropStale got an unexp.*'{name}'"):
+            hpt.DropStale(inner, comm=comm, **{name: True})
+
+
+def test_a_buffer_that_numpy_cannot_hold_changes_nothing(comm, rank):
+    module = Model()
+    module.register_buffer("first", torch.full((1,), float(rank)))
+    module.register_buffer("small", torch.zeros(1).to(torch.float8_e4m3fn))
+    before = [each.clone() for each in module.parameters()]
+    error = refused(hpt.DropStale, sgd(module), 0, module=module, comm=comm)
+    assert isinstance(error, TypeError)
+    assert module.first == rank
+    assert all(map(torch.equal, before, module.parameters()))
 
 
 def test_an_adapter_is_not_wrapped_again(comm):
