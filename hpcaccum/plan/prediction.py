@@ -43,7 +43,7 @@ class Prediction:
     """What is predicted for one setting, by several simulations."""
 
     setting: Setting
-    # Of `Outcome.figures`; the intervals in which they are with 95 %.
+    # The numbers of `Outcome.figures`, and the intervals in which they are with 95 %.
     means: dict[str, float]
     intervals: dict[str, tuple[float, float] | None]
     # The share of time in which each rank waits; how many gradients had each lag.

@@ -272,7 +272,7 @@ class Events:
     def __init__(self, setting: Setting, machine: Machine, draws: Draws) -> None:
         self._setting, self._machine, self._draws = setting, machine, draws
         n, nodes, self._node_of = setting.ranks, setting.nodes, setting.node_of.tolist()
-        # Of each rank: when it pulled, what it computes, and its last arrival.
+        # By rank: when it pulled, what it computes, and its last arrival.
         self._starts, self._took, self._last = ([0.0] * n for _ in range(3))
         self._versions = [Versions(self._starts) for _ in range(nodes)]
         self._pushes = [self._pushes_of(np.array([rank])) for rank in range(n)]
