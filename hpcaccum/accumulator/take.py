@@ -71,7 +71,7 @@ class Take:
             if self._calls is None:
                 return deadline.wait(self.look, self.missing)
             looks = self.look, self.may_go_on
-            return self._calls.wait(*looks, deadline, self.missing, soon=False)
+            return self._calls.wait(*looks, deadline, self.missing)
         except WaitTimeoutError:
             if (late := self.expire(deadline)) is None:
                 raise

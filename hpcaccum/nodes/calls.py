@@ -136,13 +136,11 @@ class Calls(Service):
         changed: Callable[[], bool],
         deadline: Deadline,
         missing: Callable[[], str],
-        *,
-        soon: bool,
     ) -> T:
         """Do as `Deadline.wait`, for what calls change, or ranks of the root's node."""
         if not self.leads:
             return deadline.wait(look, missing)
-        polls_until = time.monotonic() + EAGER * soon
+        polls_until = time.monotonic() + EAGER
         while (found := look()) is None:
             if time.monotonic() < polls_until:
                 os.sched_yield()

@@ -308,7 +308,7 @@ class BoundedStalenessInbox:
         if self._calls is None:
             return deadline.wait(find, missing)
         there = self._may_find(step)
-        return self._calls.wait(find, there, deadline, missing, soon=True)
+        return self._calls.wait(find, there, deadline, missing)
 
     def following(self, step: int) -> Batch | None:
         """Return the gradient admitted at ``step``; None if it has not arrived."""

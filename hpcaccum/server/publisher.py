@@ -461,10 +461,12 @@ class Publisher(Service):
             self._send_promised([node])
 
     def _do_published(self, version: int, nodes: list[int], pushed: bool) -> None:
-        """Send a version to nodes that wait for it; not again if the root has."""
+        """Send a version to nodes that wait for it, unless the root has sent it."""
+        ready = self.promises.publish(version, nodes)
         for node in nodes if pushed else ():
-            self._sent[node] = max(version, self._sent.get(node, 0))
-        self._send_promised(self.promises.publish(version, nodes))
+            self._sent[node] = max(version, self._sent.get(node, _NONE))
+            ready.remove(node)
+        self._send_promised(ready)
 
     def _send_promised(self, nodes: list[int]) -> None:
         """Have the servers send the newest version to nodes."""
