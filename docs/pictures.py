@@ -89,12 +89,14 @@ server3 | 790 655 170 92 | the server | server/loop.py | server/publisher.py
 WAYS = """
 rank1 buffer1     | right 50 left 50    | 1 write
 rank1 words1      | right 80 left 20    | 2 admit
+words1 server1    | right 50 bottom 20  | 3 take
 buffer1 server1   | right 50 left 50    | 3 sum
 server1 copies1   | bottom 50 bottom 50 | 4 update, publish
 copies1 rank1     | top 39.6 bottom 50    | 5 pull
 rank2 buffer2     | right 75 top 50     | 1 write
 rank2 agent3      | right 30 left 30    | 2 admit
 agent3 words3     | bottom 50 top 50    | 2
+words3 server3    | right 50 top 50     | 3 take
 buffer2 agent2    | bottom 50 top 50    | 3
 agent2 parts3     | right 50 left 50    | 3 sum
 parts3 server3    | right 50 left 50    | 3
@@ -105,6 +107,7 @@ copies2 rank2     | top 55.9 bottom 50    | 5 pull
 """
 LABELS = {  # Where the middle between two ends is no good place for the label.
     ("rank1", "words1"): (345, 155),
+    ("words1", "server1"): (740, 222),
     ("rank2", "buffer2"): (305, 445),
     ("server1", "copies1"): (600, 318),
     ("server3", "parts3"): (770, 766),
