@@ -351,6 +351,22 @@ def slow_parts(seconds: float, rank: int | None = None) -> Any:
     return mock.patch.object(publisher, "send_pieces", slowly)
 
 
+def see_end_late(seconds: float) -> Any:
+    """Return a patch: agents pause before they see that a server has got the end."""
+    obey = orders.Orders._obey
+
+    def slowly(self: Any, kind: int, *what: Any) -> Iterator[bool]:
+        steps = obey(self, kind, *what)
+        if kind == orders.END:
+            yield next(steps)
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                yield False
+        yield from steps
+
+    return mock.patch.object(orders.Orders, "_obey", slowly)
+
+
 # Nodes
 
 

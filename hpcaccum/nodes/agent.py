@@ -80,23 +80,26 @@ class Service:
 
 
 class StepQueue:
-    """Steps of an agent that it runs one after the other; ``run`` makes it run some."""
+    """Steps of an agent that it runs one after the other; ``run`` makes it run some.
+
+    It is `running` until all of them have ended.
+    """
 
     def __init__(self, run: Callable[[Steps], None]) -> None:
-        self._run, self._running = run, False
+        self._run, self.running = run, False
         self._waiting: deque[Steps] = deque()
 
     def add(self, steps: Steps) -> None:
         """Run steps after those that were added before."""
         self._waiting.append(steps)
-        if not self._running:
-            self._running = True
+        if not self.running:
+            self.running = True
             self._run(self._run_all())
 
     def _run_all(self) -> Steps:
         while self._waiting:
             yield from self._waiting.popleft()
-        self._running = False
+        self.running = False
 
 
 class Agent:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import pickle
 from typing import TYPE_CHECKING, Any
 
@@ -345,6 +346,11 @@ class Orders(Service):
             lambda: f"host rank {self._servers[0]} to receive answers",
         )
         self.agent.remove(self.number, f"{self._what}: free")
+        # The agent may not have seen yet that its server has carried out the last one.
+        turns = self.publisher.turns
+        Deadline(math.inf, f"{self._what}: free").wait(
+            lambda: not turns.running or None, lambda: "its own agent"
+        )
         self._memory, self._order = np.empty((0, 0)), np.empty(0, np.uint8)
         self.first = {}
         self._words.free()

@@ -484,3 +484,15 @@ def test_what_is_called_after_an_update_is_called_before_the_next_one(group):
         assert steps == [*range(1, 5 * (group.size - len(servers)) + 1)]
         for step, center in zip(steps, centers, strict=True):
             assert (center == step).all()
+
+
+def test_an_agent_may_see_late_that_its_server_has_ended(group):
+    var, servers = hpc.Variable(np.zeros(600), "w"), leaders(group)
+    with testing.see_end_late(0.1):
+        opt = hpc.SyncReplicasOptimizer(
+            hpc.SGD(1.0), group.size, comm=group, servers=servers
+        )
+        opt.minimize(gives(-np.ones(600)), var_list=[var])
+        # All nodes have the last step: no rank waits for an agent any more.
+        opt.free()
+    assert (var.value == 1).all()
