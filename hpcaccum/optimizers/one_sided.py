@@ -563,12 +563,13 @@ class OneSidedOptimizer(Wrapper):
     def leave(self) -> None:
         """Declare that this rank contributes no more gradients. Not collective.
 
-        Other ranks stop waiting for it; quorums shrink.
+        Other ranks stop waiting for it; quorums shrink. First it waits for the updates
+        of pushes of `LocalStepsOptimizer` that ``overlap`` with local steps.
 
         Raises:
-            WaitTimeoutError: If it is not known yet whether this rank's last gradient
-                was accepted, because the answer is late. The rank has not left then,
-                and may call this again.
+            WaitTimeoutError: If these updates take too long, or it is not known yet
+                whether this rank's last gradient was accepted, because the answer is
+                late. The rank has not left then, and may call this again.
         """
         for served in self._open():
             served.server.leave()

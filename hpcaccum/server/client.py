@@ -103,6 +103,8 @@ class Client(Freeable):
         self._assigned = 0
         # A step that comes to this node unasked: that of the last push.
         self._coming = -1
+        # For this one the rank has not waited after its push.
+        self._expected = -1
         self.waited = 0.0
         # What `free` still has to call.
         parts_made = self._node_update, self._inbox, self._orders
@@ -204,7 +206,11 @@ class Client(Freeable):
             self.waited += deadline.waited
 
     def expect(self, step: int) -> None:
-        """Have the parameters of a step sent to this node when they are made."""
+        """Have the parameters of a step, which has this rank's gradient, sent here.
+
+        They are sent when they are made; `leave` waits for them.
+        """
+        self._expected = step
         if step != self._coming:
             self._publisher.fetch(version_of(step))
 

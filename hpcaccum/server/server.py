@@ -336,6 +336,9 @@ class ParameterServer(Client):
     def leave(self) -> None:
         """Promise that this rank pushes no more; no-op on a root that only serves."""
         if not self.only_serves:
+            # A quorum shrinks when a rank leaves: first, its last gradient must count.
+            if (step := self._expected) > self._publisher.version():
+                self._wait_for(version_of(step), Deadline(None, f"{self._what}: leave"))
             self._inbox.leave()
 
     def leave_with(self, other: ParameterServer) -> None:

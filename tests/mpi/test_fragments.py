@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -102,7 +104,6 @@ def train(opt, variables, plain, rank, calls):
         receipt = opt.minimize(gives(*drawn(rank, number).values()), var_list=variables)
         assert receipt.sent == bool(plain.step())
         check(variables, plain.workers[rank].values)
-    meet()  # if a rank leaves, others do not wait for its pushes
 
 
 # Figures
@@ -275,7 +276,6 @@ def test_a_variable_without_gradients_is_not_pushed(make, comm, rank, size):
         # Rank 0 has one of w in the first period, and then while the push travels.
         of_w = 1.0 if (rank, call) in ((0, 1), (0, 5)) else None
         opt.minimize(gives(1.0, of_w), var_list=[v, w])
-    meet()  # all have pushed before one leaves
     opt.free()
     assert v.value == -8
     assert w.value == 3
@@ -294,6 +294,26 @@ def test_other_dtypes(comm, rank, size, dtype):
 
 
 # Its life
+
+
+@pytest.mark.any_size
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("slow", [0, -1], ids=["host", "last"])
+def test_a_rank_leaves_when_its_last_pushes_count(comm, rank, size, count, slow):
+    x = [variable(np.zeros(3), name=name) for name in "ab"]
+    options = {"quorum": size, "fragments": count, "overlap": 2, "comm": comm}
+    with hpc.LocalStepsOptimizer(hpc.SGD(1), hpc.SGD(1), 4, **options) as opt:
+        for _ in range(8):
+            if rank == slow % size:
+                time.sleep(0.01)
+            opt.minimize(gives(*np.full((2, 3), 1.0 + rank)), var_list=x)
+    assert opt.global_step == 2 * count
+    assert opt.statistics().dropped == (0,) * size
+    # Fragments are pushed in different calls, of which each is a step of 1 + rank.
+    mean = 1 + (size - 1) / 2
+    calls = [8, 6] if count == 2 else [8, 8]
+    for each, number in zip(x, calls, strict=True):
+        np.testing.assert_allclose(each.value, -number * mean, rtol=1e-6)
 
 
 @pytest.mark.any_size
