@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
-from weakref import WeakKeyDictionary
 
 from hpcaccum.arguments import seconds
 from hpcaccum.errors import InvalidArgumentError
@@ -69,8 +68,7 @@ class MetricsLog:
     ) -> None:
         self._write, self._every, self._end = write, every, close
         # By source: when its metrics were read last, and these.
-        self._last: WeakKeyDictionary[Source, tuple[float, Metrics]]
-        self._last = WeakKeyDictionary()
+        self._last: dict[Source, tuple[float, Metrics]] = {}
 
     def look(self, source: Source) -> None:
         """Write the metrics of an optimizer if it is time."""
@@ -143,7 +141,7 @@ def log_to(
 
     Returns:
         The log. Its ``close()``, or the end of a ``with`` block, writes a last report
-        on each optimizer.
+        on each optimizer; until then it keeps them.
 
     A report is a dict with:
 

@@ -182,7 +182,10 @@ class Accumulator(Freeable):
             raise InvalidArgumentError(
                 f"at_least must be at most num_required, {required}, got {least}"
             )
-        deadline = Deadline(timeout, f"{self._name}: take_grad({required})")
+        call = f"take_grad({required})"
+        if least is not None:
+            call = f"take({required}, at_least={least})"
+        deadline = Deadline(timeout, f"{self._name}: {call}")
         shared = self._shared
         # A take would wait for a gradient that this rank has not completed.
         shared.writer.finish(deadline)

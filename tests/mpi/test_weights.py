@@ -214,7 +214,7 @@ def test_a_take_may_return_what_has_arrived(acc, taker):
 @pytest.mark.parametrize("taker", [0, 1])
 def test_a_take_with_too_few_when_the_time_is_over_takes_nothing(acc, taker):
     at(0, acc.apply_grad, [1, 2])
-    expected = r"take_grad\(5\): waited \S+ s for 5 gradients at step 0, had 1"
+    expected = r"take\(5, at_least=2\): waited \S+ s for 5 gradients at step 0, had 1"
     with pytest.raises(hpc.WaitTimeoutError, match=expected):
         at(taker, acc.take, 5, timeout=VAIN, at_least=2)
     assert (at(0, acc.num_accumulated), at(0, lambda: acc.global_step)) == (1, 0)

@@ -55,6 +55,17 @@ def test_a_report_has_what_has_changed_since_the_last(clock):
     assert reports[0]["dropped"] == [0, 3]
 
 
+def test_the_last_report_is_also_on_an_optimizer_that_the_program_has_dropped():
+    reports = []
+
+    def train():
+        metrics.note(Trained())
+
+    with hpc.log_to(reports.append):
+        train()
+    assert len(reports) == 1
+
+
 def test_each_optimizer_and_each_log_has_reports_of_its_own(clock):
     first, second, sources = [], [], (Trained(), Trained())
     with hpc.log_to(first.append, every=1), hpc.log_to(second.append, every="1m"):
