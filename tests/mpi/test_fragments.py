@@ -108,32 +108,19 @@ def train(opt, variables, plain, rank, calls):
 # Figures
 
 
-@pytest.mark.parametrize("overlap", [0, 1, 3])
-@pytest.mark.parametrize("count", FRAGMENTS)
-@pytest.mark.any_size
-def test_it_equals_the_plain_program_on_a_node(make, comm, rank, size, count, overlap):
+def play(make, comm, rank, count, overlap, wire=None, servers=0):
+    """Compare a training with that of the plain program."""
     nodes = group_of(comm).nodes
-    opt = make(comm, 5, quorum=size, fragments=count, overlap=overlap, servers=0)
-    variables, plain = made(), Plain(nodes, count, 5, overlap)
-    train(opt, variables, plain, rank, 13)
-    opt.free()
-    check(variables, plain.center())
-    assert opt.global_step == sum(server.step for server in plain.servers)
-
-
-@pytest.mark.parametrize("wire", [None, "bfloat16"])
-@pytest.mark.parametrize(("count", "overlap"), [(1, 2), (3, 0), (4, 2)])
-def test_it_equals_the_plain_program(group, make, rank, size, count, overlap, wire):
     options = {"fragments": count, "overlap": overlap, "wire_dtype": wire}
-    opt = make(group, 5, quorum=size, servers=0, **options)
-    variables = made()
+    opt = make(comm, 5, quorum=sum(map(len, nodes)), servers=servers, **options)
     dtype = None if wire is None else ml_dtypes.bfloat16
-    plain = Plain(group.nodes, count, 5, overlap, dtype)
+    variables, plain = made(), begun(Plain(nodes, count, 5, overlap, dtype))
     with testing.limits(short=0):
         opt.initialize(variables)
-        train(opt, variables, begun(plain), rank, 13)
+        train(opt, variables, plain, rank, 13)
         opt.free()
-    if rank in group.nodes[0]:
+    assert opt.global_step == sum(server.step for server in plain.servers)
+    if wire is None or rank in nodes[0]:
         check(variables, plain.center())
 
 
@@ -147,41 +134,21 @@ def begun(plain):
     return plain
 
 
-def test_several_servers_share_each_fragment(group, make, rank, size):
-    servers = [ranks[0] for ranks in group.nodes]
-    opt = make(group, 4, quorum=size, fragments=3, overlap=2, servers=servers)
-    variables, plain = made(), Plain(group.nodes, 3, 4, 2)
-    train(opt, variables, plain, rank, 9)
-    opt.free()
-    check(variables, plain.center())
-
-
+@pytest.mark.parametrize("overlap", [0, 1, 3])
+@pytest.mark.parametrize("count", FRAGMENTS)
 @pytest.mark.any_size
-def test_calls_in_which_fragments_are_pushed(make, comm, size):
-    x = [variable(1.0, name=name) for name in "abcd"]
-    opt = make(comm, 10, quorum=size, fragments=4)
-    sent = [opt.minimize(gives(1.0, 1.0, 1.0, 1.0), var_list=x).sent for _ in range(22)]
-    # At 0, 2.5, 5 and 7.5 of 10, rounded down.
-    assert [call + 1 for call, each in enumerate(sent) if each] == [
-        2, 5, 7, 10, 12, 15, 17, 20, 22
-    ]  # fmt: skip
-    assert opt.global_step == 9
-    assert sum(opt.statistics().accepted) == 9 * size
+def test_it_equals_the_plain_program_on_a_node(make, comm, rank, count, overlap):
+    play(make, comm, rank, count, overlap)
 
 
-@pytest.mark.any_size
-def test_a_step_after_the_push_is_kept_by_hand(comm, size):
-    x = variable()
-    rules = hpc.SGD(1), hpc.SGD(0.5)
-    with hpc.LocalStepsOptimizer(*rules, 3, quorum=size, overlap=2, comm=comm) as opt:
-        found = []
-        for call in range(1, 9):
-            opt.minimize(gives(float(call)), var_list=[x])
-            found.append(float(x.value))
-    # Pushed at 3: 0 + 6, so the center is -3; at 5: -3 - (4 + 5).
-    # Pushed at 6: -3 + 18, so the center is -10.5; at 8: -10.5 - (7 + 8).
-    assert found == [-1, -3, -6, -10, -12, -18, -25, -25.5]
-    assert x.value == -10.5
+@pytest.mark.parametrize("wire", [None, "bfloat16"])
+@pytest.mark.parametrize(("count", "overlap"), [(1, 2), (3, 0), (4, 2)])
+def test_it_equals_the_plain_program(group, make, rank, count, overlap, wire):
+    play(make, group, rank, count, overlap, wire)
+
+
+def test_several_servers_share_each_fragment(group, make, rank):
+    play(make, group, rank, 3, 2, servers=[ranks[0] for ranks in group.nodes])
 
 
 @pytest.mark.ranks(min=2)
@@ -425,13 +392,3 @@ def test_ranks_must_agree(comm, rank, name, default):
     assert type(error) is DisagreementError
     assert f"{name} must be the same" in str(error)
     assert f"rank 0 has {default}, rank 1 has 2" in str(error)
-
-
-@pytest.mark.any_size
-def test_it_shows_its_options(make, comm):
-    for options, text in (
-        ({"fragments": 2, "overlap": 1}, "fragments=2, overlap=1"),
-        ({}, "fragments=1, overlap=0"),
-    ):
-        shown = repr(make(comm, 4, **options))
-        assert f"period=4, {text}, servers='auto'" in shown
