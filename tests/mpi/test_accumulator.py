@@ -16,6 +16,19 @@ INVALID = hpc.InvalidArgumentError
 BOTH = pytest.mark.parametrize("storage", ["slots", "sum"])
 
 
+def test_gradient_is_accepted_unless_its_step_is_lower(make):
+    acc = make(shape=None, capacity=4)
+    at(0, acc.set_global_step, 3)
+    # A stale one is not looked at, nor does it fix the shape of the round.
+    receipts = [at(s, acc.apply_grad, np.ones((9, 9)), local_step=s) for s in (2, -1)]
+    receipts += [at(s, acc.apply_grad, [1, 1], local_step=s) for s in (3, 4)]
+
+    assert [bool(receipt) for receipt in receipts] == [False, False, True, True]
+    assert [r.lag for r in receipts] == [1, 4, 0, -1]
+    assert receipts[1] == hpc.Receipt(False, -1, 3)
+    assert at(0, acc.num_accumulated) == 2
+
+
 def test_callers_array_may_be_changed_afterwards(acc):
     def apply_and_spoil(array):
         acc.apply_grad(array)
