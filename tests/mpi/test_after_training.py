@@ -35,7 +35,9 @@ def test_uneven_loops_end_with_the_same_variables(comm, kind, rank, size, dtype)
     rng = np.random.default_rng(rank)
     w = variable(np.full(5, rank), dtype, "w")
     never = variable([float(rank)], np.float32, "never")
-    with ONE_SIDED[kind](hpc.Momentum(0.1, 0.5), [w, never], comm) as opt:
+    # Rank 0 leaves early; it may have the server, or not.
+    host = size - 1 if dtype == np.float32 else 0
+    with ONE_SIDED[kind](hpc.Momentum(0.1, 0.5), [w, never], comm, host=host) as opt:
         opt.initialize([w, never])
         for _ in range(2 * rank + 1):
             opt.minimize(gives(rng.normal(size=5).astype(dtype), None))
@@ -43,7 +45,7 @@ def test_uneven_loops_end_with_the_same_variables(comm, kind, rank, size, dtype)
             opt.leave()
 
     assert same_everywhere(w.value, never.value)
-    assert never.value == 0
+    assert never.value == host
     assert bits(opt.center(w), opt.center(never)) == bits(w.value, never.value)
 
 
@@ -173,21 +175,3 @@ def test_a_rate_may_ask_for_the_step_to_the_last_update(
         assert steps == (list(range(opt.global_step)) if rank == 0 else [])
     elif rank == 0:
         assert steps == list(range(opt.global_step))
-
-
-@pytest.mark.ranks(min=2)
-def test_a_rank_that_left_early_gets_all_that_came_later(comm, kind, rank, size):
-    w = variable()
-    opt = ONE_SIDED[kind](hpc.SGD(1), [w], comm, host=size - 1)
-    opt.initialize([w])
-    opt.minimize(gives(1.0))
-    if rank == 0:
-        opt.leave()
-    else:
-        until(lambda: 0 in testing.left(opt))
-        for _ in range(3):
-            opt.minimize(gives(1.0))
-    opt.free()
-
-    assert w.value == -opt.global_step
-    assert same_everywhere(w.value)

@@ -232,19 +232,6 @@ def test_an_update_counts_when_the_answer_comes(held, limit, group, caller, host
     same_bits(w.value, np.full(ELEMENTS, -11.0))
 
 
-def test_a_rank_that_waits_warns_and_names_the_agent(
-    held, acc, group, caller, caplog, monkeypatch
-):
-    monkeypatch.setattr(deadline, "FIRST_WARNING", VAIN)
-    with caplog.at_level("WARNING", "hpcaccum"), held:
-        waiting = Background(caller, lambda: copied(acc, 4))
-        at(caller, until, lambda: "waited" in caplog.text)
-    assert waiting.result()
-    message = at(caller, lambda: caplog.text)
-    assert "conditional_accumulator: apply_grad: waited" in message
-    assert f"for the answer of the agent of {named(group.nodes[-1][0])}" in message
-
-
 def test_a_pull_that_warns_does_not_wait_for_the_agent(
     held, group, caller, host, caplog, monkeypatch
 ):

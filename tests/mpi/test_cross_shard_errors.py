@@ -139,10 +139,3 @@ def test_bad_groups_are_refused_by_all(comm, rank, size):
         )
         assert type(error) is InvalidArgumentError, groups
         assert "group" in str(error)
-
-
-def test_no_groups_is_one_group_of_all(make, size):
-    for groups in (None, []):
-        w, opt = variable(), make(groups=groups)
-        opt.apply_gradients([(1.0, w)])
-        assert w.value == -size
