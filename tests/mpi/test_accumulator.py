@@ -112,6 +112,7 @@ def test_ranks_use_up_to_1023_shapes():
             at(0, acc.apply_grad, np.ones(1023), 9999)
 
 
+DTYPES = ["float16", "bfloat16", "float32", "float64"]
 REAL_ARRAYS = [
     [3, 4],
     (3.0, 4.0),
@@ -127,12 +128,7 @@ REAL_ARRAYS = [
 
 @pytest.mark.parametrize(
     ("dtype", "storage"),
-    [
-        ("float16", "slots"),
-        ("bfloat16", "sum"),
-        ("float32", "sum"),
-        ("float64", "slots"),
-    ],
+    [*zip(DTYPES, ["slots", "sum", "sum", "slots"], strict=True)],
 )
 def test_gradients_are_converted(make, dtype, storage):
     acc = make(dtype, storage=storage)

@@ -115,19 +115,7 @@ def test_gradient_must_be_an_array_of_real_numbers_of_its_shape(make):
     assert at(0, acc.num_accumulated) == 0
 
 
-NO_STEPS = [
-    None,
-    "1",
-    [1],
-    np.array([1]),
-    np.nan,
-    np.inf,
-    1j,
-    [],
-    2**63,
-    1e30,
-    -(2**70),
-]
+NO_STEPS = [None, "1", [], [1], np.array([1]), np.nan, np.inf, 1j, 2**63, 1e30]
 
 
 def test_step_that_is_not_one_number_adds_nothing(make):
