@@ -72,8 +72,16 @@ def at_once(acc, gradient, local_step):
 
 # A long gradient is copied after its admission; the rank says when it is in place.
 @pytest.mark.parametrize(
-    ("apply", "short", "messages"),
-    [(in_slot, LONGEST, 1), (in_slot, 0, 1), (copied, LONGEST, 1), (copied, 0, 2)],
+    ("acc", "apply", "short", "messages"),
+    [
+        ({}, in_slot, LONGEST, 1),
+        ({}, in_slot, 0, 1),
+        ({}, copied, LONGEST, 1),
+        ({}, copied, 0, 2),
+        ({"storage": "sum"}, copied, LONGEST, 2),
+        ({"shape": None, "capacity": 2}, copied, LONGEST, 1),
+    ],
+    indirect=["acc"],
 )
 @pytest.mark.parametrize("waiting", [False, True])
 def test_admission_is_one_message_in_any_order(
@@ -110,20 +118,6 @@ def test_a_second_gradient_of_a_round_is_added(acc, group, counts, apply):
     at(0, acc.take_grad, 1, timeout=WAIT)
     assert at(rank, at_once, acc, apply, 2)
     same_bits(at(0, acc.take_grad, 1, timeout=WAIT), GRADIENT)
-
-
-OTHERS = [({"storage": "sum"}, 2), ({"shape": None, "capacity": 2}, 1)]
-
-
-@pytest.mark.parametrize(
-    ("acc", "messages"), OTHERS, indirect=["acc"], ids=["sum", "shapes"]
-)
-def test_sums_and_open_shapes_cost_no_more(acc, group, counts, messages):
-    for step in range(2):
-        with testing.limits(short=1 << 13):
-            receipt, cost = costs(counts, far(group), copied, acc, step)
-        assert (receipt.accepted, cost) == (True, messages)
-        same_bits(at(0, acc.take_grad, 1, timeout=WAIT), GRADIENT)
 
 
 @pytest.fixture
