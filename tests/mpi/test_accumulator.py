@@ -127,8 +127,7 @@ REAL_ARRAYS = [
 
 
 @pytest.mark.parametrize(
-    ("dtype", "storage"),
-    [*zip(DTYPES, ["slots", "sum", "sum", "slots"], strict=True)],
+    ("dtype", "storage"), [*zip(DTYPES, ["slots", "sum", "sum", "slots"], strict=True)]
 )
 def test_gradients_are_converted(make, dtype, storage):
     acc = make(dtype, storage=storage)

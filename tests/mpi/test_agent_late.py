@@ -56,16 +56,11 @@ def limit(monkeypatch):
 
 
 @pytest.fixture
-def acc(group, host):
+def acc(group, host, keep):
+    options = {"comm": group, "host": host}
     # A gradient that is in no slot is not sent with the request.
     with testing.limits(short=0):
-        yield from made(group, host)
-
-
-def made(group, host):
-    made = ConditionalAccumulator("float32", (ELEMENTS,), comm=group, host=host)
-    yield made
-    made.free()
+        yield keep(ConditionalAccumulator("float32", (ELEMENTS,), **options))
 
 
 def in_slot(acc, value):
@@ -237,13 +232,9 @@ def test_a_pull_that_warns_does_not_wait_for_the_agent(
     assert f"s for the answer of the agent of {named(group.nodes[-1][0])}" in message
 
 
-def test_a_short_gradient_counts_when_the_answer_comes(
-    held, limit, group, caller, host
-):
+def test_a_short_gradient_counts_when_the_answer_comes(held, limit, acc, caller):
     # Its contents were part of the request; the next one is added to it.
-    for acc in made(group, host):
-        with testing.limits(short=1 << 13):
-            late(held, limit, caller, copied, acc, 4)
-            assert at(caller, copied, acc, 6)
+    with testing.limits(short=1 << 13):
+        late(held, limit, caller, copied, acc, 4)
+        assert at(caller, copied, acc, 6)
         same_bits(at(0, acc.take_grad, 2, timeout=WAIT), np.full(ELEMENTS, 5, "f4"))
-        meet()

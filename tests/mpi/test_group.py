@@ -232,17 +232,6 @@ def test_error_of_one_rank_is_raised_on_all(comm, rank, size, raised, elsewhere)
         assert str(caught.value).startswith(f"opening: rank {wrong}: ")
 
 
-def test_split_follows_the_lists(comm, rank, size):
-    shards = [list(range(size))[::2][::-1], list(range(size))[1::2]]
-    shards = [shard for shard in shards if shard]
-    part = group_of(comm).split(shards)
-
-    mine = next(shard for shard in shards if rank in shard)
-    assert (part.size, part.rank) == (len(mine), mine.index(rank))
-    assert part.allgather(rank, "names") == mine
-    part.free()
-
-
 def test_messages_of_the_user_are_not_taken(comm, rank, size):
     # The same tag that the group uses, on the user's communicator.
     request = comm.irecv(source=(rank - 1) % size, tag=1)
