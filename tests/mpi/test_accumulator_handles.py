@@ -13,6 +13,8 @@ from .training import raised
 
 pytestmark = pytest.mark.any_size
 
+INVALID = hpc.InvalidArgumentError
+
 
 def test_arguments_have_the_order_and_names_of_tensorflow():
     with hpc.ConditionalAccumulator(np.float64, (2,), "shared", "named", "SUM") as acc:
@@ -104,7 +106,7 @@ def test_shared_name_with_other_arguments_is_an_error_everywhere():
     text = "'strict' already exists with"
     with hpc.ConditionalAccumulator(**options) as acc:
         for field, value in others.items():
-            with pytest.raises(hpc.InvalidArgumentError, match=text):
+            with pytest.raises(INVALID, match=text):
                 hpc.ConditionalAccumulator(**{**options, field: value})
             assert everywhere(acc.apply_grad, [1, 2])
 
@@ -190,13 +192,9 @@ NO_COUNTS = {"accepted": [], "dropped": [], "nonfinite": [], "lags": []}
     [
         (None, TypeError, "must come from an accumulator, got None"),
         ({"step": 1}, TypeError, "got a dict"),
-        ({"global_step": "x"}, hpc.InvalidArgumentError, "global_step must be"),
-        (
-            {"global_step": 2**62, "tally": NO_COUNTS},
-            hpc.InvalidArgumentError,
-            "within +-",
-        ),
-        ({"global_step": 1}, hpc.InvalidArgumentError, "tally of a snapshot cannot"),
+        ({"global_step": "x"}, INVALID, "global_step must be"),
+        ({"global_step": 2**62, "tally": NO_COUNTS}, INVALID, "within +-"),
+        ({"global_step": 1}, INVALID, "tally of a snapshot cannot"),
     ],
 )
 def test_a_bad_snapshot_is_refused_on_all_ranks(rank, snapshot, error, text):

@@ -20,6 +20,8 @@ from .acting import (
 
 pytestmark = pytest.mark.any_size
 
+ALL_BUT_1 = {2: "rank 0", 3: "ranks 0, 2", 4: "ranks 0, 2-3"}
+
 
 def test_last_gradient_wanted_closes_the_round(acc):
     # The writer closes the round, not the take: the next gradient is of the next round.
@@ -75,8 +77,7 @@ def test_taking_in_vain_says_who_is_missing(make, size):
     )
     with pytest.raises(hpc.WaitTimeoutError, match=expected) as caught:
         at(0, acc.take_grad, 3, timeout=VAIN)
-    missing = {2: "rank 0", 3: "ranks 0, 2", 4: "ranks 0, 2-3"}[size]
-    assert str(caught.value).endswith(f"(nothing from {missing})")
+    assert str(caught.value).endswith(f"(nothing from {ALL_BUT_1[size]})")
 
 
 def test_threads_of_a_rank_take_one_after_the_other(acc):
@@ -132,9 +133,8 @@ def test_who_has_left_is_not_missing(size):
         with pytest.raises(hpc.WaitTimeoutError) as caught:
             at(0, acc.take_grad, size, timeout=VAIN)
 
-    missing = {2: "rank 0", 3: "ranks 0, 2", 4: "ranks 0, 2-3"}[size]
     assert str(caught.value).endswith(
-        f"{size - 1} gradients at step 0, had 0 (nothing from {missing})"
+        f"{size - 1} gradients at step 0, had 0 (nothing from {ALL_BUT_1[size]})"
     )
 
 

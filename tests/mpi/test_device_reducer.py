@@ -221,13 +221,14 @@ def test_what_was_started_does_not_outlive_a_failure(cp, waits, maker, rank, siz
     works(reducer, size)
 
 
+def fails(name):
+    raise DeviceUnavailableError("no compiler")
+
+
 @ALL
 def test_a_device_that_fails_in_start_is_an_error_on_this_rank(
     cp, maker, size, monkeypatch
 ):
-    def fails(name):
-        raise DeviceUnavailableError("no compiler")
-
     reducer = maker(PAIR)
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "kernel", fails)
@@ -406,9 +407,6 @@ def test_another_device_on_one_rank_is_an_error_on_all(
 def test_a_device_that_fails_on_one_rank_is_an_error_on_all(
     cp, maker, rank, size, where, monkeypatch
 ):
-    def fails(name):
-        raise DeviceUnavailableError("no compiler")
-
     reducer = maker(PAIR)
     mine = empty_like(cp, PAIR, np.float32)
     with monkeypatch.context() as patch:

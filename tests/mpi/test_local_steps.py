@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import InvalidArgumentError, testing
+from hpcaccum import testing
 
 from ..common import same_bits
 from .training import gives, meet, raised, variable
 
 pytestmark = pytest.mark.any_size
+
+INVALID = hpc.InvalidArgumentError
 
 
 @pytest.fixture
@@ -123,23 +125,19 @@ def test_a_dedicated_server(comm, rank, size):
 @pytest.mark.parametrize(
     ("wrong", "kind", "text"),
     [
-        ({"period": 0}, InvalidArgumentError, "period must be at least 1"),
+        ({"period": 0}, INVALID, "period must be at least 1"),
         ({"outer": None}, TypeError, "must be an Optimizer, got NoneType"),
-        ({"quorum": 0}, InvalidArgumentError, "quorum must be at least 1"),
-        ({"quorum": 99}, InvalidArgumentError, "quorum must be at most"),
-        ({"quorum": 1, "staleness": 1}, InvalidArgumentError, "without a quorum"),
-        (
-            {"quorum": 1, "lateness": "inverse"},
-            InvalidArgumentError,
-            "without a quorum",
-        ),
+        ({"quorum": 0}, INVALID, "quorum must be at least 1"),
+        ({"quorum": 99}, INVALID, "quorum must be at most"),
+        ({"quorum": 1, "staleness": 1}, INVALID, "without a quorum"),
+        ({"quorum": 1, "lateness": "inverse"}, INVALID, "without a quorum"),
         ({"staleness": 1.0}, TypeError, "staleness must be an integer"),
-        ({"lateness": 1}, InvalidArgumentError, "lateness must be None"),
-        ({"fragments": 0}, InvalidArgumentError, "fragments must be at least 1"),
-        ({"fragments": 3}, InvalidArgumentError, "must be at most the period"),
+        ({"lateness": 1}, INVALID, "lateness must be None"),
+        ({"fragments": 0}, INVALID, "fragments must be at least 1"),
+        ({"fragments": 3}, INVALID, "must be at most the period"),
         ({"fragments": 1.0}, TypeError, "fragments must be an integer"),
-        ({"overlap": -1}, InvalidArgumentError, "overlap must be at least 0 and less"),
-        ({"overlap": 2}, InvalidArgumentError, "less than the period, which is 2"),
+        ({"overlap": -1}, INVALID, "overlap must be at least 0 and less"),
+        ({"overlap": 2}, INVALID, "less than the period, which is 2"),
         ({"overlap": None}, TypeError, "overlap must be an integer"),
     ],
 )

@@ -4,15 +4,13 @@ Takes and updates leave out what it was admitted with and has not written, and n
 else. Gradients are small integers, so sums are exact.
 """
 
-import threading
-
 import numpy as np
 import pytest
 
 import hpcaccum as hpc
 from hpcaccum import testing
 
-from .acting import WAIT, Background, Take, at, meet, same_bits, until
+from .acting import WAIT, Take, at, meet, same_bits, until
 
 pytestmark = pytest.mark.ranks(min=2)
 
@@ -137,23 +135,6 @@ def test_a_round_of_which_all_is_lost_is_not_taken(make):
     assert at(0, acc.apply_grad, [5, 1], 0)
     same_bits(take.result(), [5.0, 1.0])
     assert at(0, lambda: acc.global_step) == 1
-
-
-def test_a_living_rank_is_waited_for(make):
-    acc, writing, release = make(), threading.Event(), threading.Event()
-
-    def late():
-        writing.set()
-        assert release.wait(WAIT)
-
-    with testing.before_records(acc, late):
-        apply = Background(-1, lambda: acc.apply_grad([7, 1], 0))
-        assert at(-1, writing.wait, WAIT)
-        with pytest.raises(hpc.WaitTimeoutError, match="to finish writing"):
-            at(0, acc.take_grad, 1, timeout=0)
-        release.set()
-        assert apply.result()
-    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [7.0, 1.0])
 
 
 def test_rows_of_a_lost_rank_are_left_out(comm, size):
