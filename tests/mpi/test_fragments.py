@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import DisagreementError, InvalidArgumentError, group_of, testing
+from hpcaccum import InvalidArgumentError, group_of, testing
 
 from .. import naive
 from ..common import same_bits
@@ -46,6 +46,12 @@ def make(keep):
         return keep(hpc.LocalStepsOptimizer(*rules, period, comm=comm, **options))
 
     return make
+
+
+def sgd(comm, period, outer=None, **options):
+    """Return an optimizer whose updates subtract what they are given."""
+    rules = hpc.SGD(1), outer or hpc.SGD(1)
+    return hpc.LocalStepsOptimizer(*rules, period, comm=comm, **options)
 
 
 class Plain:
@@ -186,9 +192,7 @@ def test_the_answer_to_a_push_comes_meanwhile(group, make, rank, size, quorum):
 @pytest.mark.ranks(min=2)
 def test_without_a_quorum_each_fragment_has_its_own_lag(comm, rank, size):
     x = [variable(name=name) for name in "ab"]
-    rules = hpc.SGD(1), hpc.SGD(1)
-    options = {"fragments": 2, "staleness": 1, "lateness": "inverse", "comm": comm}
-    with hpc.LocalStepsOptimizer(*rules, 2, **options) as opt:
+    with sgd(comm, 2, fragments=2, staleness=1, lateness="inverse") as opt:
         opt.initialize(x)
         pairs = [(np.array(8.0), var) for var in x]
 
@@ -210,9 +214,8 @@ def test_without_a_quorum_each_fragment_has_its_own_lag(comm, rank, size):
 
 @pytest.mark.ranks(min=2)
 def test_a_dropped_push_goes_on_with_the_newest_center(comm, rank, size):
-    x, rules = variable(), (hpc.SGD(1), hpc.SGD(1))
-    options = {"quorum": size - 1, "overlap": 1, "comm": comm}
-    with hpc.LocalStepsOptimizer(*rules, 2, **options) as opt:
+    x = variable()
+    with sgd(comm, 2, quorum=size - 1, overlap=1) as opt:
         opt.initialize([x])
         late = rank == size - 1
         if not late:
@@ -235,9 +238,7 @@ def test_a_dropped_push_goes_on_with_the_newest_center(comm, rank, size):
 @pytest.mark.any_size
 def test_a_variable_without_gradients_is_not_pushed(make, comm, rank, size):
     v, w = variable(name="v"), variable(5.0, name="w")
-    opt = hpc.LocalStepsOptimizer(
-        hpc.SGD(1), hpc.SGD(1), 4, quorum=size, overlap=1, comm=comm
-    )
+    opt = sgd(comm, 4, quorum=size, overlap=1)
     for call in range(1, 9):
         # Rank 0 has one of w in the first period, and then while the push travels.
         of_w = 1.0 if (rank, call) in ((0, 1), (0, 5)) else None
@@ -252,8 +253,7 @@ def test_a_variable_without_gradients_is_not_pushed(make, comm, rank, size):
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
 def test_other_dtypes(comm, rank, size, dtype):
     x = [variable(np.zeros(3), dtype, name) for name in "ab"]
-    options = {"quorum": size, "fragments": 2, "overlap": 1, "comm": comm}
-    with hpc.LocalStepsOptimizer(hpc.SGD(1), hpc.SGD(1), 4, **options) as opt:
+    with sgd(comm, 4, quorum=size, fragments=2, overlap=1) as opt:
         for _ in range(9):
             opt.minimize(gives(*np.ones((2, 3), dtype)), var_list=x)
         assert [each.value.tolist() for each in x] == [[-9] * 3] * 2
@@ -294,8 +294,7 @@ def test_a_snapshot_continues_with_any_fragments(make, comm, rank, size, count):
 @pytest.mark.any_size
 def test_assign_undoes_local_steps_and_ends_flights(comm, rank, size):
     x = [variable(name=name) for name in "ab"]
-    options = {"quorum": size, "fragments": 2, "overlap": 3, "comm": comm}
-    with hpc.LocalStepsOptimizer(hpc.SGD(1), hpc.SGD(1), 4, **options) as opt:
+    with sgd(comm, 4, quorum=size, fragments=2, overlap=3) as opt:
         # The push of b, at 2, is under way.
         for _ in range(3):
             opt.minimize(gives(1.0, 1.0), var_list=x)
@@ -327,8 +326,7 @@ def test_paused_stops_all_fragments(make, comm, rank, size):
 @pytest.mark.any_size
 def test_nonfinite_calls_do_not_count(comm, rank, size):
     x = [variable(name=name) for name in "ab"]
-    options = {"fragments": 2, "on_nonfinite": "drop", "quorum": size, "comm": comm}
-    with hpc.LocalStepsOptimizer(hpc.SGD(1), hpc.SGD(1), 2, **options) as opt:
+    with sgd(comm, 2, quorum=size, fragments=2, on_nonfinite="drop") as opt:
         for bad in (True, False, True, False):
             receipt = opt.minimize(gives(np.nan if bad else 1.0, 1.0), var_list=x)
             assert receipt.nonfinite == bad
@@ -341,8 +339,7 @@ def test_nonfinite_calls_do_not_count(comm, rank, size):
 def test_a_rank_that_ends_does_not_stop_other_fragments(comm, rank, size):
     """In `free` it leaves all fragments before it waits for any."""
     x = [variable(name=name) for name in "ab"]
-    options = {"fragments": 2, "quorum": size, "comm": comm}
-    with hpc.LocalStepsOptimizer(hpc.SGD(1), hpc.SGD(1), 2, **options) as opt:
+    with sgd(comm, 2, quorum=size, fragments=2) as opt:
         for _ in range(2 if rank == size - 1 else 6):
             opt.minimize(gives(1.0, 1.0), var_list=x)
     assert opt.global_step == 6
@@ -358,9 +355,8 @@ class Own(hpc.Optimizer):
 
 @pytest.mark.any_size
 def test_an_optimizer_of_the_user_cannot_update_fragments(comm, rank):
-    options = {"fragments": 2, "comm": comm}
     variables = [variable(rank, name=name) for name in "ab"]
-    with hpc.LocalStepsOptimizer(hpc.SGD(1), Own("own"), 4, **options) as opt:
+    with sgd(comm, 4, outer=Own("own"), fragments=2) as opt:
         error = raised(opt.initialize, variables)
     assert type(error) is InvalidArgumentError
     assert "fragments= needs an outer optimizer that is a rule" in str(error)
@@ -370,8 +366,7 @@ def test_an_optimizer_of_the_user_cannot_update_fragments(comm, rank):
 @pytest.mark.ranks(min=2)
 @pytest.mark.any_size
 def test_dedicated_servers_have_no_fragments(comm):
-    options = {"fragments": 2, "dedicated": True, "comm": comm}
-    error = raised(hpc.LocalStepsOptimizer, hpc.SGD(1), hpc.SGD(1), 4, **options)
+    error = raised(sgd, comm, 4, fragments=2, dedicated=True)
     assert type(error) is InvalidArgumentError
     assert "with dedicated=True, use fragments=1" in str(error)
 
@@ -381,14 +376,3 @@ def test_each_fragment_needs_a_variable(make, comm):
     error = raised(make(comm, 4, fragments=2).initialize, [variable()])
     assert type(error) is InvalidArgumentError
     assert "fragments must be at most the number of variables, which is 1" in str(error)
-
-
-@pytest.mark.any_size
-@pytest.mark.ranks(min=2)
-@pytest.mark.parametrize(("name", "default"), [("fragments", 1), ("overlap", 0)])
-def test_ranks_must_agree(comm, rank, name, default):
-    options = {name: 2, "comm": comm} if rank == 1 else {"comm": comm}
-    error = raised(hpc.LocalStepsOptimizer, hpc.SGD(1), hpc.SGD(1), 4, **options)
-    assert type(error) is DisagreementError
-    assert f"{name} must be the same" in str(error)
-    assert f"rank 0 has {default}, rank 1 has 2" in str(error)

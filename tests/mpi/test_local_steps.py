@@ -151,12 +151,15 @@ def test_arguments_are_checked_on_all_ranks(comm, rank, size, wrong, kind, text)
 
 
 @pytest.mark.ranks(min=2)
-def test_ranks_need_the_same_outer_rule(comm, rank, size):
-    outer = hpc.SGD(1.0 + (rank == size - 1))
-    error = raised(hpc.LocalStepsOptimizer, hpc.SGD(1), outer, 2, comm=comm)
+@pytest.mark.parametrize(
+    "other", [{"outer": hpc.SGD(2)}, {"fragments": 2}, {"overlap": 1}]
+)
+def test_ranks_must_agree(comm, rank, size, other):
+    mine = {"outer": hpc.SGD(1)} | (other if rank == size - 1 else {})
+    error = raised(hpc.LocalStepsOptimizer, hpc.SGD(1), period=4, comm=comm, **mine)
 
     assert type(error) is hpc.DisagreementError
-    assert "outer must be the same on all" in str(error)
+    assert f"{next(iter(other))} must be the same on all" in str(error)
 
 
 def test_sparse_variables_are_refused(make):
