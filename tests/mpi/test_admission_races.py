@@ -233,9 +233,7 @@ def test_a_take_is_a_sum_of_each_node(group, rank, counts):
     with hpc.ConditionalAccumulator("float32", (SIZE,), comm=group) as acc:
         count_messages(group, counts)
         for step, taker in enumerate([0, far, far]):
-            apply = acc.slot(timeout=WAIT)
-            apply[:] = rank
-            assert acc.apply_grad(apply, step)
+            assert in_slot(acc, step)()
 
             def take(taker=taker):
                 if rank == taker:

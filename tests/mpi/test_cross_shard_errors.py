@@ -10,8 +10,6 @@ from .training import cross_shard_fixture, gives, raised, variable  # noqa: F401
 
 pytestmark = pytest.mark.any_size
 
-# Errors of one rank
-
 
 @pytest.mark.parametrize(("which", "initialized"), [("first", True), ("last", False)])
 def test_bad_pairs_on_one_rank_are_an_error_on_all(

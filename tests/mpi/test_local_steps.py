@@ -1,4 +1,4 @@
-"""LocalStepsOptimizer: local steps, pushes of differences, an outer rule."""
+"""LocalStepsOptimizer: pushes of differences; test_fragments has the figures."""
 
 import numpy as np
 import pytest
@@ -30,9 +30,6 @@ def drawn(rank, call):
     return np.random.default_rng([rank, call]).integers(-8, 9, 5).astype("f8")
 
 
-# Figures
-
-
 @pytest.mark.ranks(min=2)
 def test_a_quorum_does_not_wait_for_others(make, rank, size):
     x, opt = variable(), make(2, quorum=size - 1)
@@ -54,9 +51,6 @@ def test_a_quorum_does_not_wait_for_others(make, rank, size):
     meet()
     assert opt.center(x) == -4
     assert opt.statistics().dropped == (*[0] * (size - 1), 1)
-
-
-# Variables
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
