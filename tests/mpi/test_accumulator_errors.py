@@ -134,14 +134,11 @@ def test_step_that_is_not_one_number_adds_nothing(make):
 def test_step_that_can_be_set_can_be_left(make, shape, bits):
     acc = make(shape=shape, **({} if shape else {"capacity": 2}))
     most = 2 ** (bits - 1)
-    steps = [most - 1, 1 - most, most, -most]
-    for step in steps:
-        try:
+    for step in (most, -most):
+        with pytest.raises(INVALID, match="step must be within"):
             at(1, acc.set_global_step, step)
-        except INVALID:
-            assert step in steps[2:]
-            continue
-        assert step in steps[:2]
+    for step in (most - 1, 1 - most):
+        at(1, acc.set_global_step, step)
         assert at(2, acc.apply_grad, [1, 1], step)
         assert not at(2, acc.apply_grad, [1, 1], step - 1)
         at(2, acc.take_grad, 1, timeout=WAIT)

@@ -64,11 +64,15 @@ class Plain:
             naive.Server({name: first[name] for name in names}, naive.Momentum(*OUTER))
             for names in FRAGMENTS[count]
         ]
-        size = sum(map(len, nodes))
         self.workers = [
             naive.FragmentsWorker(self.servers, naive.Momentum(*INNER))
-            for _ in range(size)
+            for _ in range(sum(map(len, nodes)))
         ]
+        for rank, worker in enumerate(self.workers):
+            if rank not in nodes[0]:
+                worker._centers = [naive.rounded(c, wire) for c in worker._centers]
+                for center in worker._centers:
+                    worker.values.update({n: x.copy() for n, x in center.items()})
         self.call = 0
 
     def step(self):
@@ -120,7 +124,7 @@ def play(make, comm, rank, count, overlap, wire=None, servers=0):
     options = {"fragments": count, "overlap": overlap, "wire_dtype": wire}
     opt = make(comm, 5, quorum=sum(map(len, nodes)), servers=servers, **options)
     dtype = None if wire is None else ml_dtypes.bfloat16
-    variables, plain = made(), begun(Plain(nodes, count, 5, overlap, dtype))
+    variables, plain = made(), Plain(nodes, count, 5, overlap, dtype)
     with testing.limits(short=0):
         opt.initialize(variables)
         train(opt, variables, plain, rank, 13)
@@ -128,16 +132,6 @@ def play(make, comm, rank, count, overlap, wire=None, servers=0):
     assert opt.global_step == sum(server.step for server in plain.servers)
     if wire is None or rank in nodes[0]:
         check(variables, plain.center())
-
-
-def begun(plain):
-    """Give workers what they pull at the start."""
-    for rank, worker in enumerate(plain.workers):
-        if rank not in plain.nodes[0]:
-            worker._centers = [naive.rounded(c, plain.wire) for c in worker._centers]
-            for center in worker._centers:
-                worker.values.update({n: x.copy() for n, x in center.items()})
-    return plain
 
 
 @pytest.mark.parametrize("overlap", [0, 1, 3])
