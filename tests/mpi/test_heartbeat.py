@@ -74,6 +74,21 @@ def test_missing_ranks_and_their_place_are_named(heart, ended, rank, size, by):
     )
 
 
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_process_that_has_ended_is_found_at_once(heart, ended, rank, size, place):
+    dead, first = place % size, 1 if place == 0 else 0
+    with heart._lock:
+        gone = heart._processes[dead]._replace(started="another time")
+        heart._processes[dead] = gone
+    if rank == first:
+        until(lambda: ended)
+        assert ended[0].startswith(f"rank {dead} (process {gone.number} on {gone.host}")
+        assert ended[0].endswith("is lost: its process has ended without MPI_Finalize")
+    meet()
+    if rank not in (first, dead):
+        assert not ended
+
+
 def test_a_late_rank_is_a_warning(heart, ended, rank, size, caplog):
     if rank == 0:
         age(heart, size - 1, 16)
