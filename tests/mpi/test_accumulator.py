@@ -16,38 +16,17 @@ INVALID = hpc.InvalidArgumentError
 BOTH = pytest.mark.parametrize("storage", ["slots", "sum"])
 
 
-def test_gradient_is_accepted_unless_its_step_is_lower(acc):
-    at(0, acc.set_global_step, 3)
-
-    receipts = [at(s, acc.apply_grad, [1, 1], local_step=s) for s in (2, 3, 4, -1)]
-    assert [bool(r) for r in receipts] == [False, True, True, False]
-    assert [r.accepted for r in receipts] == [False, True, True, False]
-    assert [r.lag for r in receipts] == [1, 0, -1, 4]
-    assert [(r.local_step, r.global_step) for r in receipts[:2]] == [(2, 3), (3, 3)]
-    assert at(0, acc.num_accumulated) == 2
-
-
-def test_stale_gradient_is_not_looked_at(make):
+def test_gradient_is_accepted_unless_its_step_is_lower(make):
     acc = make(shape=None, capacity=4)
-    at(0, acc.set_global_step, 1)
+    at(0, acc.set_global_step, 3)
+    # A stale one is not looked at, nor does it fix the shape of the round.
+    receipts = [at(s, acc.apply_grad, np.ones((9, 9)), local_step=s) for s in (2, -1)]
+    receipts += [at(s, acc.apply_grad, [1, 1], local_step=s) for s in (3, 4)]
 
-    assert not at(1, acc.apply_grad, np.ones((9, 9)), local_step=0)
-    # Nor does it fix the shape of the round.
-    assert at(2, acc.apply_grad, np.ones(3), local_step=1)
-    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), np.ones(3))
-
-
-def test_mean_is_one_true_division_of_the_sum_in_rank_order(make, size):
-    acc = make(shape=(500,), storage="slots")
-    parts = [np.random.default_rng(r).normal(size=500) for r in range(3)]
-    for rank in (2, 0, 1):
-        at(rank, acc.apply_grad, parts[rank])
-
-    # With fewer ranks, two are of rank 0; the gradients of one rank are summed first.
-    first, second, third = (parts[i] for i in ((0, 1, 2) if size > 2 else (2, 0, 1)))
-    total = first + second + third
-    assert (total / 3 != total * (1 / 3)).any()
-    same_bits(at(0, acc.take_grad, 3, timeout=WAIT), total / 3)
+    assert [bool(receipt) for receipt in receipts] == [False, False, True, True]
+    assert [r.lag for r in receipts] == [1, 4, 0, -1]
+    assert receipts[1] == hpc.Receipt(False, -1, 3)
+    assert at(0, acc.num_accumulated) == 2
 
 
 def test_callers_array_may_be_changed_afterwards(acc):
@@ -92,23 +71,6 @@ def test_scalars_empty_ones_and_many_dimensions(shape, storage):
             at(0, acc.apply_grad, np.ones((2, *shape)), local_step=1)
 
 
-@BOTH
-def test_first_gradient_fixes_the_shape_of_its_round_only(make, storage):
-    acc = make(shape=None, capacity=6, storage=storage)
-    at(0, acc.apply_grad, np.ones((2, 3)))
-    for wrong in (np.ones((3, 2)), np.ones(6), np.ones((2, 3, 1)), 1.0):
-        with pytest.raises(INVALID, match=r"\(2, 3\), like the others of this round"):
-            at(1, acc.apply_grad, wrong)
-    assert at(2, acc.num_accumulated) == 1
-    at(1, acc.apply_grad, np.full((2, 3), 3))
-
-    same_bits(at(2, acc.take_grad, 2, timeout=WAIT), np.full((2, 3), 2.0))
-    at(1, acc.apply_grad, 5, local_step=1)
-    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), 5.0)
-    at(1, acc.apply_grad, np.zeros((0, 4)), local_step=2)
-    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), np.zeros((0, 4)))
-
-
 def test_dimensions_that_are_known_must_be_right(make):
     acc = make(shape=(2, None), capacity=8)
     for wrong in (np.ones(2), np.ones((3, 2)), np.ones((2, 2, 1)), 1.0):
@@ -150,6 +112,7 @@ def test_ranks_use_up_to_1023_shapes():
             at(0, acc.apply_grad, np.ones(1023), 9999)
 
 
+DTYPES = ["float16", "bfloat16", "float32", "float64"]
 REAL_ARRAYS = [
     [3, 4],
     (3.0, 4.0),
@@ -164,13 +127,7 @@ REAL_ARRAYS = [
 
 
 @pytest.mark.parametrize(
-    ("dtype", "storage"),
-    [
-        ("float16", "slots"),
-        ("bfloat16", "sum"),
-        ("float32", "sum"),
-        ("float64", "slots"),
-    ],
+    ("dtype", "storage"), [*zip(DTYPES, ["slots", "sum", "sum", "slots"], strict=True)]
 )
 def test_gradients_are_converted(make, dtype, storage):
     acc = make(dtype, storage=storage)
@@ -223,6 +180,7 @@ def test_nan_and_infinity_stay_in_their_round(make, storage):
 @BOTH
 def test_halves_are_summed_in_float32(make, dtype, large, storage):
     acc = make(dtype, (), storage=storage)
+    total = make(dtype, (), reduction_type="SUM", storage=storage)
     half = np.array(large, dtype)
     assert half + half.dtype.type(1) == half
     for rank, value in enumerate([large, 1, 1]):
@@ -231,16 +189,10 @@ def test_halves_are_summed_in_float32(make, dtype, large, storage):
     same_bits(at(1, acc.take_grad, 3, timeout=WAIT), np.array((large + 2) / 3, dtype))
     for rank in range(3):
         at(rank, acc.apply_grad, 40000, 1)
+        at(rank, total.apply_grad, 40000)
     same_bits(at(0, acc.take_grad, 3, timeout=WAIT), np.array(40000, dtype))
-
-
-@BOTH
-def test_sum_beyond_the_dtype_is_infinite(make, storage):
-    acc = make("float16", (), reduction_type="SUM", storage=storage)
-    for rank in range(3):
-        at(rank, acc.apply_grad, 40000)
-
-    same_bits(at(1, acc.take_grad, 3, timeout=WAIT), np.array(np.inf, np.float16))
+    beyond = np.inf if dtype == "float16" else 120000
+    same_bits(at(1, total.take_grad, 3, timeout=WAIT), np.array(beyond, dtype))
 
 
 def test_set_global_step_sets_whatever_was(make, caplog):
@@ -262,11 +214,8 @@ def test_set_global_step_sets_whatever_was(make, caplog):
     assert not at(0, acc.apply_grad, [1, 1], local_step=-4)
 
 
-# Where a take leaves its result
-
-
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-@pytest.mark.parametrize("storage", ["slots", "sum"])
+@BOTH
 def test_a_result_goes_where_it_is_wanted(make, dtype, storage):
     acc = make(dtype, (2, 3), storage=storage)
     grads = [np.full((2, 3), value, dtype) for value in (1, 2, 6)]
@@ -283,22 +232,21 @@ def test_a_result_goes_where_it_is_wanted(make, dtype, storage):
         same_bits(found, np.full((2, 3), 3, dtype))
 
 
-UNFIT = {
-    "a list": [0.0, 0.0],
-    "float32": np.zeros(2, np.float32),
-    "(3,)": np.zeros(3),
-    "contiguous": np.zeros(4)[::2],
-    "writable": np.frombuffer(bytes(16)),
-}
+UNFIT = [
+    [0.0, 0.0],
+    np.zeros(2, np.float32),
+    np.zeros(3),
+    np.zeros(4)[::2],
+    np.frombuffer(bytes(16)),  # not writable
+]
 
 
-@pytest.mark.parametrize("text", UNFIT)
 @pytest.mark.parametrize("shape", [(2,), None], ids=["fixed", "free"])
-def test_a_result_that_fits_nowhere_is_not_lost(make, text, shape):
+def test_a_result_that_fits_nowhere_is_not_lost(make, shape):
     acc = make(shape=shape, **({} if shape else {"capacity": 4}))
     at(0, acc.apply_grad, np.array([1.0, 2.0]))
-    with pytest.raises(INVALID, match=r"^out must be"):
-        at(1, acc.take_grad, 1, timeout=WAIT, out=UNFIT[text])
-
-    assert at(2, acc.num_accumulated) == 1
+    for out in UNFIT:
+        with pytest.raises(INVALID, match=r"^out must be"):
+            at(1, acc.take_grad, 1, timeout=WAIT, out=out)
+        assert at(2, acc.num_accumulated) == 1
     same_bits(at(2, acc.take_grad, 1, timeout=WAIT), [1.0, 2.0])

@@ -59,6 +59,10 @@ def test_bad_argument_of_every_rank_or_of_one(rank, size):
         with pytest.raises(error, match=text) as caught:
             construct(options if rank == wrong else {})
         assert rank == wrong or f"rank {wrong}: " in str(caught.value)
+    # After all these errors the ranks still agree on the order of calls.
+    with construct({"shared_name": "after refusals"}) as acc:
+        at(1, acc.apply_grad, [1, 2])
+        same_bits(at(0, acc.take_grad, 1, timeout=WAIT), np.float32([1, 2]))
 
 
 @pytest.mark.ranks(min=2)
@@ -73,18 +77,12 @@ def test_ranks_that_disagree_all_hear_of_both_sides(rank, size):
         ("storage", "sum", "storage .* rank 0 has 'slots', rank {} has 'sum'"),
         ("shared_name", "s", "shared_name .* rank 0 has '', rank {} has 's'"),
         ("workers", 1, r"workers .* rank 0 has \d, rank {} has 1"),
+        ("capacity", 9, "capacity .* rank 0 has 8, rank {} has 9"),
     ]:
+        options = {"shape": None, "capacity": 8} if field == "capacity" else {}
         with pytest.raises(hpc.DisagreementError, match=expected.format(odd)) as caught:
-            construct({field: value} if rank == odd else {})
+            construct({**options, field: value} if rank == odd else options)
         assert str(caught.value).endswith(f"(rank {odd} unlike rank 0)")
-
-
-@pytest.mark.ranks(min=3)
-def test_capacities_must_agree(rank, size):
-    with pytest.raises(
-        hpc.DisagreementError, match=r"capacity .* rank 0 has 8, rank 1"
-    ):
-        construct({"shape": None, "capacity": 8 if rank == 0 else 9})
 
 
 def test_ways_to_say_the_same_do_agree(rank):
@@ -96,15 +94,6 @@ def test_ways_to_say_the_same_do_agree(rank):
     with construct({**options, "reduction_type": reduction}) as acc:
         assert acc.dtype == np.float32
         assert acc.slot().shape == (2,)
-
-
-def test_refusals_leave_nothing_behind():
-    with pytest.raises(INVALID, match="/dev/shm"):
-        construct({"shape": (2**45,)})
-    # After all these errors the ranks still agree on the order of calls.
-    with construct({"shared_name": "after refusals"}) as acc:
-        at(1, acc.apply_grad, [1, 2])
-        same_bits(at(0, acc.take_grad, 1, timeout=WAIT), np.float32([1, 2]))
 
 
 NO_NUMBERS = [None, [1j, 0], ["1", "2"], [[1], [1, 2]], {1: 2}, b"12", 2**70]
@@ -126,19 +115,7 @@ def test_gradient_must_be_an_array_of_real_numbers_of_its_shape(make):
     assert at(0, acc.num_accumulated) == 0
 
 
-NO_STEPS = [
-    None,
-    "1",
-    [1],
-    np.array([1]),
-    np.nan,
-    np.inf,
-    1j,
-    [],
-    2**63,
-    1e30,
-    -(2**70),
-]
+NO_STEPS = [None, "1", [], [1], np.array([1]), np.nan, np.inf, 1j, 2**63, 1e30]
 
 
 def test_step_that_is_not_one_number_adds_nothing(make):
@@ -157,14 +134,11 @@ def test_step_that_is_not_one_number_adds_nothing(make):
 def test_step_that_can_be_set_can_be_left(make, shape, bits):
     acc = make(shape=shape, **({} if shape else {"capacity": 2}))
     most = 2 ** (bits - 1)
-    steps = [most - 1, 1 - most, most, -most]
-    for step in steps:
-        try:
+    for step in (most, -most):
+        with pytest.raises(INVALID, match="step must be within"):
             at(1, acc.set_global_step, step)
-        except INVALID:
-            assert step in steps[2:]
-            continue
-        assert step in steps[:2]
+    for step in (most - 1, 1 - most):
+        at(1, acc.set_global_step, step)
         assert at(2, acc.apply_grad, [1, 1], step)
         assert not at(2, acc.apply_grad, [1, 1], step - 1)
         at(2, acc.take_grad, 1, timeout=WAIT)
@@ -182,14 +156,9 @@ def test_number_required_is_an_integer_of_at_least_1(make):
             at(1, acc.take_grad, required, timeout=WAIT)
     assert at(0, acc.num_accumulated) == 1
     assert at(0, lambda: acc.global_step) == 0
-
-
-def test_number_required_may_be_any_kind_of_integer(make):
-    acc = make()
-    for step, required in enumerate([np.int64(1), True, np.array(1), np.uint8(1)]):
-        at(0, acc.apply_grad, [1, 2], step)
-
-        same_bits(at(1, acc.take_grad, required, timeout=WAIT), [1.0, 2.0])
+    for step, required in enumerate([np.int64(1), True, np.array(1), np.uint8(1)], 1):
+        same_bits(at(1, acc.take_grad, required, timeout=WAIT), [1.0, 1.0])
+        at(0, acc.apply_grad, [1, 1], step)
 
 
 def test_after_free_every_use_is_an_error():

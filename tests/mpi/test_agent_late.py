@@ -56,16 +56,11 @@ def limit(monkeypatch):
 
 
 @pytest.fixture
-def acc(group, host):
+def acc(group, host, keep):
+    options = {"comm": group, "host": host}
     # A gradient that is in no slot is not sent with the request.
     with testing.limits(short=0):
-        yield from made(group, host)
-
-
-def made(group, host):
-    made = ConditionalAccumulator("float32", (ELEMENTS,), comm=group, host=host)
-    yield made
-    made.free()
+        yield keep(ConditionalAccumulator("float32", (ELEMENTS,), **options))
 
 
 def in_slot(acc, value):
@@ -84,29 +79,24 @@ def late(held, limit, caller, do, *args):
         at(caller, do, *args)
 
 
-def test_the_error_names_the_agent(held, limit, acc, caller, host, group):
-    leader = group.nodes[-1][0]
-
-    def apply():
+def test_nothing_else_is_done_before_the_answer(held, limit, acc, caller, group):
+    def in_vain(call):
         with pytest.raises(WaitTimeoutError) as caught:
-            in_slot(acc, 1)
+            call(acc, 1)
         # The traceback is that of one wait.
         assert caught.value.__context__ is None
         return str(caught.value)
 
-    with held, limit:
-        message = at(caller, apply)
-    assert message.startswith("conditional_accumulator: apply_grad: waited ")
-    assert f"for the answer of the agent of {named(leader)}" in message
-
-
-def test_nothing_else_is_done_before_the_answer(held, limit, acc, caller):
-    with held, limit:
-        for each in (in_slot, copied, copied):
-            with pytest.raises(WaitTimeoutError, match="the answer of the agent"):
-                at(caller, each, acc, 1)
-        with pytest.raises(WaitTimeoutError, match="the answer of the agent"):
-            at(caller, acc.slot)
+    with held:
+        with limit:
+            for each in (in_slot, copied, copied):
+                message = at(caller, in_vain, each)
+                start = "conditional_accumulator: apply_grad: waited "
+                assert message.startswith(start)
+                agent = named(group.nodes[-1][0])
+                assert f"for the answer of the agent of {agent}" in message
+        with pytest.raises(WaitTimeoutError, match=r"slot: waited .* answer of the"):
+            at(caller, acc.slot, timeout=VAIN)
     assert at(caller, copied, acc, 3)
     # What was in a slot counts; the two after it were not submitted.
     same_bits(at(0, acc.take_grad, 2, timeout=WAIT), np.full(ELEMENTS, 2, "f4"))
@@ -123,14 +113,6 @@ def test_a_take_of_the_rank_completes_its_gradient(held, limit, acc, caller, siz
 def test_free_completes_a_gradient(held, limit, acc, caller):
     late(held, limit, caller, copied, acc, 4)
     everywhere(acc.free)
-
-
-def test_a_slot_has_its_own_limit(held, limit, acc, caller):
-    with held:
-        with limit, pytest.raises(WaitTimeoutError):
-            at(caller, copied, acc, 5)
-        with pytest.raises(WaitTimeoutError, match=r"slot: waited .* answer of the"):
-            at(caller, acc.slot, timeout=VAIN)
 
 
 def test_a_slot_that_asks_the_agent_has_its_limit(held, acc, caller):
@@ -232,19 +214,6 @@ def test_an_update_counts_when_the_answer_comes(held, limit, group, caller, host
     same_bits(w.value, np.full(ELEMENTS, -11.0))
 
 
-def test_a_rank_that_waits_warns_and_names_the_agent(
-    held, acc, group, caller, caplog, monkeypatch
-):
-    monkeypatch.setattr(deadline, "FIRST_WARNING", VAIN)
-    with caplog.at_level("WARNING", "hpcaccum"), held:
-        waiting = Background(caller, lambda: copied(acc, 4))
-        at(caller, until, lambda: "waited" in caplog.text)
-    assert waiting.result()
-    message = at(caller, lambda: caplog.text)
-    assert "conditional_accumulator: apply_grad: waited" in message
-    assert f"for the answer of the agent of {named(group.nodes[-1][0])}" in message
-
-
 def test_a_pull_that_warns_does_not_wait_for_the_agent(
     held, group, caller, host, caplog, monkeypatch
 ):
@@ -263,13 +232,9 @@ def test_a_pull_that_warns_does_not_wait_for_the_agent(
     assert f"s for the answer of the agent of {named(group.nodes[-1][0])}" in message
 
 
-def test_a_short_gradient_counts_when_the_answer_comes(
-    held, limit, group, caller, host
-):
+def test_a_short_gradient_counts_when_the_answer_comes(held, limit, acc, caller):
     # Its contents were part of the request; the next one is added to it.
-    for acc in made(group, host):
-        with testing.limits(short=1 << 13):
-            late(held, limit, caller, copied, acc, 4)
-            assert at(caller, copied, acc, 6)
+    with testing.limits(short=1 << 13):
+        late(held, limit, caller, copied, acc, 4)
+        assert at(caller, copied, acc, 6)
         same_bits(at(0, acc.take_grad, 2, timeout=WAIT), np.full(ELEMENTS, 5, "f4"))
-        meet()

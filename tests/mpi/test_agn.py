@@ -17,8 +17,8 @@ pytestmark = pytest.mark.any_size
 def make(comm, keep):
     """Return a function that makes an optimizer."""
 
-    def make(period, values=(0.0,), inner=None, dtype=np.float64, host=0, workers=1):
-        getter = hpc.AGNCustomGetter(comm=comm, host=host)
+    def make(period, values=(0.0,), inner=None, dtype=np.float64, workers=1):
+        getter = hpc.AGNCustomGetter(comm=comm)
         variables = [
             hpc.get_variable(f"v{i}", np.array(value, dtype), custom_getter=getter)
             for i, value in enumerate(values)
@@ -29,17 +29,6 @@ def make(comm, keep):
         return optimizer, *variables
 
     return make
-
-
-def figures(opt, x, worker, grads):
-    """Return x, the center and the step after each call of one worker."""
-
-    def act(turn):
-        opt.minimize(gives(grads[turn]))
-        return float(x.value), float(opt.center(x)), opt.global_step
-
-    found = turns([worker] * len(grads), act)
-    return [list(column) for column in zip(*found, strict=True)]
 
 
 @pytest.mark.parametrize("period", [1, 2])
@@ -67,19 +56,6 @@ def test_gradients_may_lie_in_the_memory_of_variables(make, rank, period, kind):
 
 
 # Figures
-
-
-@pytest.mark.parametrize("num_worker", [1, 5])
-@pytest.mark.parametrize("which", ["first", "last"])
-def test_sgd_by_hand(make, size, which, num_worker):
-    opt, x = make(3, workers=num_worker)
-    worker = 0 if which == "first" else size - 1
-
-    assert figures(opt, x, worker, [1, 2, 3, 4, 5, 6, 7]) == [
-        [-1, -3, -2, -6, -11, -7, -14],
-        [0, 0, -2, -2, -2, -7, -7],
-        [0, 0, 1, 1, 1, 2, 2],
-    ]
 
 
 @pytest.mark.parametrize("how", ["initialize", "compute_gradients", "minimize"])
@@ -112,16 +88,16 @@ def test_place_is_that_of_the_getter(comm, wrong):
         hpc.AGNOptimizer(hpc.SGD(1), custom_getter=getter, **wrong)
 
 
-def test_momentum_by_hand(make, rank, size):
-    opt, x = make(2, inner=hpc.Momentum(1, 0.5))
-    worker = size - 1
+@pytest.mark.parametrize("num_worker", [1, 5])
+def test_momentum_by_hand(make, size, num_worker):
+    opt, x = make(2, inner=hpc.Momentum(1, 0.5), workers=num_worker)
 
     def act(turn):
         opt.minimize(gives(turn + 1.0))
         local = opt.get_slot(x, "momentum").value
         return float(x.value), float(opt.center(x)), float(local)
 
-    columns = list(zip(*turns([worker] * 5, act), strict=True))
+    columns = list(zip(*turns([size - 1] * 5, act), strict=True))
 
     assert columns == [
         (-1, -1.5, -5.75, -5.75, -13.8125),
@@ -144,12 +120,12 @@ def test_a_step_counts_pushes_and_changes_only_with_one(make, rank, size):
     assert found[size:] == [(hpc.Receipt(True, 0, k), k + 1) for k in range(size)]
 
 
-def test_half_precision_is_summed_in_single(make, size):
+def test_half_precision_is_summed_in_single(make):
     opt, x = make(3, dtype=np.float16)
-    found = figures(opt, x, 0, [2048, 1, 1])
+    turns([0] * 3, lambda turn: opt.minimize(gives([2048, 1, 1][turn])))
 
     assert x.dtype == np.float16
-    assert found[1][-1] == -np.float16(2050 / 3) != -np.float16(2048 / 3)
+    assert opt.center(x) == -np.float16(2050 / 3) != -np.float16(2048 / 3)
 
 
 # Gradients of None
@@ -287,9 +263,6 @@ def test_names_are_given_once(comm):
 
     with pytest.raises(InvalidArgumentError, match="'x' exists already"):
         hpc.get_variable("x", 0.0, custom_getter=getter)
-
-
-# Arguments
 
 
 def test_a_push_that_raises_after_it_was_accepted_is_not_repeated(comm, rank, size):

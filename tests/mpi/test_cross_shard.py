@@ -35,13 +35,6 @@ def test_mean_scales_in_compute_and_sum_does_not(make, size, reduction, dtype):
     assert grad.dtype == dtype
 
 
-def test_a_group_scales_by_its_own_size(make, size):
-    for groups in shards(size):
-        [(grad, _)] = make(groups=groups).compute_gradients(gives(12.0), [variable()])
-
-        assert grad == 12 * (1 / len(groups[0]))
-
-
 def test_gradients_between_compute_and_apply_are_divided(make, rank, size):
     w, opt = variable(), make()
     pairs = opt.compute_gradients(gives(float(size * rank)), [w])
@@ -60,13 +53,6 @@ def test_gradients_that_share_memory_are_divided_once(make):
         np.testing.assert_allclose([v.value, w.value], -8 * step, rtol=1e-6)
 
 
-def test_apply_sums_and_never_divides(make, size):
-    w, opt = variable(), make()
-    opt.apply_gradients([(2.0, w)])
-
-    assert w.value == -2 * size
-
-
 def test_loss_gradient_multiplies(make, size):
     [(grad, _)] = make().compute_gradients(gives(1.0), [variable()], grad_loss=5)
 
@@ -77,11 +63,14 @@ def test_loss_gradient_multiplies(make, size):
 
 
 def test_groups_in_any_order_sum_apart(make, rank, size):
-    for groups in shards(size):
+    everybody = [*range(size)]
+    for groups in [None, [], *shards(size)]:
         w, opt = variable(), make(groups=groups)
+        [(grad, _)] = opt.compute_gradients(gives(12.0), [w])
         opt.apply_gradients([(2.0**rank, w)])
 
-        mine = next(ranks for ranks in groups if rank in ranks)
+        mine = next(ranks for ranks in groups or [everybody] if rank in ranks)
+        assert grad == 12 * (1 / len(mine))
         assert w.value == -sum(2.0**r for r in mine)
 
 

@@ -10,8 +10,6 @@ from .training import cross_shard_fixture, gives, raised, variable  # noqa: F401
 
 pytestmark = pytest.mark.any_size
 
-# Errors of one rank
-
 
 @pytest.mark.parametrize(("which", "initialized"), [("first", True), ("last", False)])
 def test_bad_pairs_on_one_rank_are_an_error_on_all(
@@ -139,10 +137,3 @@ def test_bad_groups_are_refused_by_all(comm, rank, size):
         )
         assert type(error) is InvalidArgumentError, groups
         assert "group" in str(error)
-
-
-def test_no_groups_is_one_group_of_all(make, size):
-    for groups in (None, []):
-        w, opt = variable(), make(groups=groups)
-        opt.apply_gradients([(1.0, w)])
-        assert w.value == -size

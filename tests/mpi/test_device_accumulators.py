@@ -8,9 +8,9 @@ import hpcaccum as hpc
 from hpcaccum import testing
 from hpcaccum.dtypes import accumulation_dtype
 
+from .acting import WAIT, at, meet, same_bits
 from .on_device import FEW_RANKS
-from .support import WAIT
-from .training import meet, raised
+from .training import raised
 
 pytestmark = pytest.mark.any_size
 
@@ -63,6 +63,16 @@ def check(taken, gradients, dtype, **options):
     assert found[1].tobytes() == values.tobytes()
 
 
+def check_take(acc, gradients, dtype="float32", **options):
+    """Have rank 0 take so many gradients, and compare. Collective."""
+
+    def act():
+        taken = acc.take_grad(len(gradients), timeout=WAIT)
+        check(taken, gradients, dtype, **options)
+
+    at(0, act)
+
+
 def apply_on_device(cp, acc, indices, values, step=0, *, where="both"):
     rows = cp.asarray(indices) if where == "both" else indices
     array = cp.asarray(values)
@@ -80,12 +90,7 @@ def test_rows_of_the_device_are_added(cp, make, rank, size, dtype, kind):
         where = "both" if step else "values"
         mine = drawn(kind, dtype, rank, step)
         assert apply_on_device(cp, acc, *mine, step, where=where)
-        meet()
-        if rank == 0:
-            taken = acc.take_grad(size, timeout=WAIT)
-            gradients = [drawn(kind, dtype, other, step) for other in range(size)]
-            check(taken, gradients, dtype)
-        meet()
+        check_take(acc, [drawn(kind, dtype, r, step) for r in range(size)], dtype)
 
 
 @pytest.mark.parametrize("kind", ["ascending", "any", "repeated"])
@@ -98,15 +103,13 @@ def test_several_of_one_rank_from_both_memories_and_of_any_dtype(
         kept = np.int32 if number == 1 else np.int64
         apply_on_device(cp, acc, indices.astype(kept), values)
         acc.apply_grad(*drawn(kind, dtype, rank, number, 1))
-    meet()
-    if rank == 0:
-        every = [
-            drawn(kind, "float32", other, number, *more)
-            for other in range(size)
-            for number in range(3)
-            for more in ((), (1,))
-        ]
-        check(acc.take_grad(6 * size, timeout=WAIT), every, "float32", mean=False)
+    every = [
+        drawn(kind, "float32", other, number, *more)
+        for other in range(size)
+        for number in range(3)
+        for more in ((), (1,))
+    ]
+    check_take(acc, every, mean=False)
 
 
 def test_sums_have_the_bits_of_cpu_memory(cp, make, rank, size):
@@ -116,10 +119,8 @@ def test_sums_have_the_bits_of_cpu_memory(cp, make, rank, size):
     for copied in (np.asarray, cp.asarray):
         acc = make()
         acc.apply_grad(copied(indices), copied(values.astype("float32")))
-        meet()
-        if rank == 0:
-            found.append(acc.take_grad(size, timeout=WAIT).values.tobytes())
-    assert len(set(found)) == (rank == 0)
+        found.append(at(0, acc.take_grad, size, timeout=WAIT).values.tobytes())
+    assert len(set(found)) == 1
 
 
 def test_means_may_be_returned_on_the_device(cp, make, rank, size):
@@ -147,13 +148,9 @@ def test_means_may_be_returned_on_the_device(cp, make, rank, size):
 def test_a_mean_that_cannot_be_copied_to_the_device_is_not_lost(cp, make, rank, size):
     acc = make()
     acc.apply_grad(*drawn("any", "float32", rank))
-    meet()
-    if rank == 0:
-        with testing.fail("deliver", None, MemoryError), pytest.raises(MemoryError):
-            acc.take_grad(size, timeout=WAIT, on_device=True)
-        gradients = [drawn("any", "float32", other) for other in range(size)]
-        check(acc.take_grad(size, timeout=WAIT), gradients, "float32")
-    meet()
+    with testing.fail("deliver", None, MemoryError), pytest.raises(MemoryError):
+        at(0, acc.take_grad, size, timeout=WAIT, on_device=True)
+    check_take(acc, [drawn("any", "float32", other) for other in range(size)])
 
 
 def test_rows_of_a_stream_of_the_caller(cp, make, rank, size):
@@ -165,11 +162,7 @@ def test_rows_of_a_stream_of_the_caller(cp, make, rank, size):
             values /= 2
             acc.apply_indexed_slices_grad(hpc.IndexedSlices(values, rows), step)
             values.fill(9)
-        meet()
-        if rank == 0:
-            gradients = [drawn("any", "float32", other, step) for other in range(size)]
-            check(acc.take_grad(size, timeout=WAIT), gradients, "float32")
-        meet()
+        check_take(acc, [drawn("any", "float32", other, step) for other in range(size)])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -181,11 +174,7 @@ def test_rows_that_a_device_has_summed(cp, make, rank, size, dtype):
             indices, values = drawn("any", dtype, rank, step)
             micro.apply_grad(cp.asarray(indices), cp.asarray(values), local_step=step)
         assert acc.apply_grad(*micro.take_grad(2), local_step=step)
-        meet()
-        if rank == 0:
-            gradients = [drawn("any", dtype, other, step) for other in range(size)]
-            check(acc.take_grad(size, timeout=WAIT), gradients, dtype)
-        meet()
+        check_take(acc, [drawn("any", dtype, r, step) for r in range(size)], dtype)
     micro.free()
 
 
@@ -257,7 +246,7 @@ def drawn_dense(rank, dtype=np.float32):
 
 
 @FEW_RANKS
-@pytest.mark.parametrize("dtype", ["float32", "float16", ml_dtypes.bfloat16, "float64"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_of_the_device_are_added(cp, make_dense, rank, size, dtype):
     acc, wide = make_dense(dtype), accumulation_dtype(np.dtype(dtype))
     for step in range(3):
@@ -265,13 +254,9 @@ def test_gradients_of_the_device_are_added(cp, make_dense, rank, size, dtype):
         grad *= 2
         assert acc.apply_grad(grad, step)
         grad.fill(0)  # allowed after the call
-        meet()
-        if rank == 0:
-            found = acc.take_grad(size).astype(wide)
-            total = sum(2 * drawn_dense(other, wide) for other in range(size))
-            mean = (total / wide.type(size)).astype(dtype)
-            np.testing.assert_array_equal(found, mean.astype(wide))
-        meet()
+        total = sum(2 * drawn_dense(other, wide) for other in range(size))
+        mean = (total / wide.type(size)).astype(dtype)
+        same_bits(at(0, acc.take_grad, size), mean)
 
 
 @FEW_RANKS
@@ -280,10 +265,8 @@ def test_several_of_one_rank_and_of_any_dtype(cp, make_dense, rank, size):
     for dtype in ("float32", "float16", "float64"):
         acc.apply_grad(cp.asarray(drawn_dense(rank, dtype)).reshape(2, -1))
         acc.apply_grad(drawn_dense(rank, dtype).reshape(2, -1))
-    meet()
-    if rank == 0:
-        total = 6 * sum(drawn_dense(other) for other in range(size))
-        np.testing.assert_array_equal(acc.take_grad(6 * size).ravel(), total)
+    total = 6 * sum(drawn_dense(other) for other in range(size))
+    same_bits(at(0, acc.take_grad, 6 * size), total.reshape(2, -1))
 
 
 @FEW_RANKS

@@ -128,28 +128,17 @@ def test_inputs_and_results_of_any_float_dtype(cp, maker, size):
 
 
 @ANY
-def test_on_streams_of_the_callers(cp, maker, rank, size):
-    reducer = maker(SHAPES)
-    for call in range(4):
-        parts = parts_of(SHAPES, size, call, dtype=np.float32)
-        with cp.cuda.Stream(non_blocking=True):
-            mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, np.float32)
-            for array in mine.values():
-                array *= 2
-            reducer.reduce(mine, out=out)
-            for array in (*mine.values(), *out.values()):
-                array /= 2
-            check(maker, out, parts, np.float32)
-
-
-@ANY
 def test_streams_may_change_from_call_to_call(cp, maker, rank, size):
     reducer, outs, streams = maker(SHAPES), [], []
     for call in range(4):
         streams.append(cp.cuda.Stream(non_blocking=True))
         with streams[-1]:
             mine = to_device(cp, parts_of(SHAPES, size, call, dtype=np.float32)[rank])
+            for array in mine.values():
+                array *= 2
             outs.append(reducer.reduce(mine, out=empty_like(cp, SHAPES, np.float32)))
+            for array in (*mine.values(), *outs[-1].values()):
+                array /= 2
     cp.cuda.Device().synchronize()
     for call, out in enumerate(outs):
         check(maker, out, parts_of(SHAPES, size, call, dtype=np.float32), np.float32)
@@ -232,13 +221,14 @@ def test_what_was_started_does_not_outlive_a_failure(cp, waits, maker, rank, siz
     works(reducer, size)
 
 
+def fails(name):
+    raise DeviceUnavailableError("no compiler")
+
+
 @ALL
 def test_a_device_that_fails_in_start_is_an_error_on_this_rank(
     cp, maker, size, monkeypatch
 ):
-    def fails(name):
-        raise DeviceUnavailableError("no compiler")
-
     reducer = maker(PAIR)
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "kernel", fails)
@@ -417,9 +407,6 @@ def test_another_device_on_one_rank_is_an_error_on_all(
 def test_a_device_that_fails_on_one_rank_is_an_error_on_all(
     cp, maker, rank, size, where, monkeypatch
 ):
-    def fails(name):
-        raise DeviceUnavailableError("no compiler")
-
     reducer = maker(PAIR)
     mine = empty_like(cp, PAIR, np.float32)
     with monkeypatch.context() as patch:

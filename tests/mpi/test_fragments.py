@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import DisagreementError, InvalidArgumentError, group_of, testing
+from hpcaccum import InvalidArgumentError, group_of, testing
 
 from .. import naive
 from ..common import same_bits
@@ -50,6 +50,12 @@ def make(keep):
     return make
 
 
+def sgd(comm, period, outer=None, **options):
+    """Return an optimizer whose updates subtract what they are given."""
+    rules = hpc.SGD(1), outer or hpc.SGD(1)
+    return hpc.LocalStepsOptimizer(*rules, period, comm=comm, **options)
+
+
 class Plain:
     """The ranks of a job in lockstep, with a quorum of all."""
 
@@ -60,11 +66,15 @@ class Plain:
             naive.Server({name: first[name] for name in names}, naive.Momentum(*OUTER))
             for names in FRAGMENTS[count]
         ]
-        size = sum(map(len, nodes))
         self.workers = [
             naive.FragmentsWorker(self.servers, naive.Momentum(*INNER))
-            for _ in range(size)
+            for _ in range(sum(map(len, nodes)))
         ]
+        for rank, worker in enumerate(self.workers):
+            if rank not in nodes[0]:
+                worker._centers = [naive.rounded(c, wire) for c in worker._centers]
+                for center in worker._centers:
+                    worker.values.update({n: x.copy() for n, x in center.items()})
         self.call = 0
 
     def step(self):
@@ -109,80 +119,37 @@ def train(opt, variables, plain, rank, calls):
 # Figures
 
 
+def play(make, comm, rank, count, overlap, wire=None, servers=0):
+    """Compare a training with that of the plain program."""
+    nodes = group_of(comm).nodes
+    options = {"fragments": count, "overlap": overlap, "wire_dtype": wire}
+    opt = make(comm, 5, quorum=sum(map(len, nodes)), servers=servers, **options)
+    dtype = None if wire is None else ml_dtypes.bfloat16
+    variables, plain = made(), Plain(nodes, count, 5, overlap, dtype)
+    with testing.limits(short=0):
+        opt.initialize(variables)
+        train(opt, variables, plain, rank, 13)
+        opt.free()
+    assert opt.global_step == sum(server.step for server in plain.servers)
+    if wire is None or rank in nodes[0]:
+        check(variables, plain.center())
+
+
 @pytest.mark.parametrize("overlap", [0, 1, 3])
 @pytest.mark.parametrize("count", FRAGMENTS)
 @pytest.mark.any_size
-def test_it_equals_the_plain_program_on_a_node(make, comm, rank, size, count, overlap):
-    nodes = group_of(comm).nodes
-    opt = make(comm, 5, quorum=size, fragments=count, overlap=overlap, servers=0)
-    variables, plain = made(), Plain(nodes, count, 5, overlap)
-    train(opt, variables, plain, rank, 13)
-    opt.free()
-    check(variables, plain.center())
-    assert opt.global_step == sum(server.step for server in plain.servers)
+def test_it_equals_the_plain_program_on_a_node(make, comm, rank, count, overlap):
+    play(make, comm, rank, count, overlap)
 
 
 @pytest.mark.parametrize("wire", [None, "bfloat16"])
 @pytest.mark.parametrize(("count", "overlap"), [(1, 2), (3, 0), (4, 2)])
-def test_it_equals_the_plain_program(group, make, rank, size, count, overlap, wire):
-    options = {"fragments": count, "overlap": overlap, "wire_dtype": wire}
-    opt = make(group, 5, quorum=size, servers=0, **options)
-    variables = made()
-    dtype = None if wire is None else ml_dtypes.bfloat16
-    plain = Plain(group.nodes, count, 5, overlap, dtype)
-    with testing.limits(short=0):
-        opt.initialize(variables)
-        train(opt, variables, begun(plain), rank, 13)
-        opt.free()
-    if rank in group.nodes[0]:
-        check(variables, plain.center())
+def test_it_equals_the_plain_program(group, make, rank, count, overlap, wire):
+    play(make, group, rank, count, overlap, wire)
 
 
-def begun(plain):
-    """Give workers what they pull at the start."""
-    for rank, worker in enumerate(plain.workers):
-        if rank not in plain.nodes[0]:
-            worker._centers = [naive.rounded(c, plain.wire) for c in worker._centers]
-            for center in worker._centers:
-                worker.values.update({n: x.copy() for n, x in center.items()})
-    return plain
-
-
-def test_several_servers_share_each_fragment(group, make, rank, size):
-    servers = [ranks[0] for ranks in group.nodes]
-    opt = make(group, 4, quorum=size, fragments=3, overlap=2, servers=servers)
-    variables, plain = made(), Plain(group.nodes, 3, 4, 2)
-    train(opt, variables, plain, rank, 9)
-    opt.free()
-    check(variables, plain.center())
-
-
-@pytest.mark.any_size
-def test_calls_in_which_fragments_are_pushed(make, comm, size):
-    x = [variable(1.0, name=name) for name in "abcd"]
-    opt = make(comm, 10, quorum=size, fragments=4)
-    sent = [opt.minimize(gives(1.0, 1.0, 1.0, 1.0), var_list=x).sent for _ in range(22)]
-    # At 0, 2.5, 5 and 7.5 of 10, rounded down.
-    assert [call + 1 for call, each in enumerate(sent) if each] == [
-        2, 5, 7, 10, 12, 15, 17, 20, 22
-    ]  # fmt: skip
-    assert opt.global_step == 9
-    assert sum(opt.statistics().accepted) == 9 * size
-
-
-@pytest.mark.any_size
-def test_a_step_after_the_push_is_kept_by_hand(comm, size):
-    x = variable()
-    rules = hpc.SGD(1), hpc.SGD(0.5)
-    with hpc.LocalStepsOptimizer(*rules, 3, quorum=size, overlap=2, comm=comm) as opt:
-        found = []
-        for call in range(1, 9):
-            opt.minimize(gives(float(call)), var_list=[x])
-            found.append(float(x.value))
-    # Pushed at 3: 0 + 6, so the center is -3; at 5: -3 - (4 + 5).
-    # Pushed at 6: -3 + 18, so the center is -10.5; at 8: -10.5 - (7 + 8).
-    assert found == [-1, -3, -6, -10, -12, -18, -25, -25.5]
-    assert x.value == -10.5
+def test_several_servers_share_each_fragment(group, make, rank):
+    play(make, group, rank, 3, 2, servers=[ranks[0] for ranks in group.nodes])
 
 
 @pytest.mark.ranks(min=2)
@@ -220,9 +187,7 @@ def test_the_answer_to_a_push_comes_meanwhile(group, make, rank, size, quorum):
 @pytest.mark.ranks(min=2)
 def test_without_a_quorum_each_fragment_has_its_own_lag(comm, rank, size):
     x = [variable(name=name) for name in "ab"]
-    rules = hpc.SGD(1), hpc.SGD(1)
-    options = {"fragments": 2, "staleness": 1, "lateness": "inverse", "comm": comm}
-    with hpc.LocalStepsOptimizer(*rules, 2, **options) as opt:
+    with sgd(comm, 2, fragments=2, staleness=1, lateness="inverse") as opt:
         opt.initialize(x)
         pairs = [(np.array(8.0), var) for var in x]
 
@@ -244,9 +209,8 @@ def test_without_a_quorum_each_fragment_has_its_own_lag(comm, rank, size):
 
 @pytest.mark.ranks(min=2)
 def test_a_dropped_push_goes_on_with_the_newest_center(comm, rank, size):
-    x, rules = variable(), (hpc.SGD(1), hpc.SGD(1))
-    options = {"quorum": size - 1, "overlap": 1, "comm": comm}
-    with hpc.LocalStepsOptimizer(*rules, 2, **options) as opt:
+    x = variable()
+    with sgd(comm, 2, quorum=size - 1, overlap=1) as opt:
         opt.initialize([x])
         late = rank == size - 1
         if not late:
@@ -269,9 +233,7 @@ def test_a_dropped_push_goes_on_with_the_newest_center(comm, rank, size):
 @pytest.mark.any_size
 def test_a_variable_without_gradients_is_not_pushed(make, comm, rank, size):
     v, w = variable(name="v"), variable(5.0, name="w")
-    opt = hpc.LocalStepsOptimizer(
-        hpc.SGD(1), hpc.SGD(1), 4, quorum=size, overlap=1, comm=comm
-    )
+    opt = sgd(comm, 4, quorum=size, overlap=1)
     for call in range(1, 9):
         # Rank 0 has one of w in the first period, and then while the push travels.
         of_w = 1.0 if (rank, call) in ((0, 1), (0, 5)) else None
@@ -285,8 +247,7 @@ def test_a_variable_without_gradients_is_not_pushed(make, comm, rank, size):
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
 def test_other_dtypes(comm, rank, size, dtype):
     x = [variable(np.zeros(3), dtype, name) for name in "ab"]
-    options = {"quorum": size, "fragments": 2, "overlap": 1, "comm": comm}
-    with hpc.LocalStepsOptimizer(hpc.SGD(1), hpc.SGD(1), 4, **options) as opt:
+    with sgd(comm, 4, quorum=size, fragments=2, overlap=1) as opt:
         for _ in range(9):
             opt.minimize(gives(*np.ones((2, 3), dtype)), var_list=x)
         assert [each.value.tolist() for each in x] == [[-9] * 3] * 2
@@ -347,8 +308,7 @@ def test_a_snapshot_continues_with_any_fragments(make, comm, rank, size, count):
 @pytest.mark.any_size
 def test_assign_undoes_local_steps_and_ends_flights(comm, rank, size):
     x = [variable(name=name) for name in "ab"]
-    options = {"quorum": size, "fragments": 2, "overlap": 3, "comm": comm}
-    with hpc.LocalStepsOptimizer(hpc.SGD(1), hpc.SGD(1), 4, **options) as opt:
+    with sgd(comm, 4, quorum=size, fragments=2, overlap=3) as opt:
         # The push of b, at 2, is under way.
         for _ in range(3):
             opt.minimize(gives(1.0, 1.0), var_list=x)
@@ -380,8 +340,7 @@ def test_paused_stops_all_fragments(make, comm, rank, size):
 @pytest.mark.any_size
 def test_nonfinite_calls_do_not_count(comm, rank, size):
     x = [variable(name=name) for name in "ab"]
-    options = {"fragments": 2, "on_nonfinite": "drop", "quorum": size, "comm": comm}
-    with hpc.LocalStepsOptimizer(hpc.SGD(1), hpc.SGD(1), 2, **options) as opt:
+    with sgd(comm, 2, quorum=size, fragments=2, on_nonfinite="drop") as opt:
         for bad in (True, False, True, False):
             receipt = opt.minimize(gives(np.nan if bad else 1.0, 1.0), var_list=x)
             assert receipt.nonfinite == bad
@@ -394,8 +353,7 @@ def test_nonfinite_calls_do_not_count(comm, rank, size):
 def test_a_rank_that_ends_does_not_stop_other_fragments(comm, rank, size):
     """In `free` it leaves all fragments before it waits for any."""
     x = [variable(name=name) for name in "ab"]
-    options = {"fragments": 2, "quorum": size, "comm": comm}
-    with hpc.LocalStepsOptimizer(hpc.SGD(1), hpc.SGD(1), 2, **options) as opt:
+    with sgd(comm, 2, quorum=size, fragments=2) as opt:
         for _ in range(2 if rank == size - 1 else 6):
             opt.minimize(gives(1.0, 1.0), var_list=x)
     assert opt.global_step == 6
@@ -411,9 +369,8 @@ class Own(hpc.Optimizer):
 
 @pytest.mark.any_size
 def test_an_optimizer_of_the_user_cannot_update_fragments(comm, rank):
-    options = {"fragments": 2, "comm": comm}
     variables = [variable(rank, name=name) for name in "ab"]
-    with hpc.LocalStepsOptimizer(hpc.SGD(1), Own("own"), 4, **options) as opt:
+    with sgd(comm, 4, outer=Own("own"), fragments=2) as opt:
         error = raised(opt.initialize, variables)
     assert type(error) is InvalidArgumentError
     assert "fragments= needs an outer optimizer that is a rule" in str(error)
@@ -423,8 +380,7 @@ def test_an_optimizer_of_the_user_cannot_update_fragments(comm, rank):
 @pytest.mark.ranks(min=2)
 @pytest.mark.any_size
 def test_dedicated_servers_have_no_fragments(comm):
-    options = {"fragments": 2, "dedicated": True, "comm": comm}
-    error = raised(hpc.LocalStepsOptimizer, hpc.SGD(1), hpc.SGD(1), 4, **options)
+    error = raised(sgd, comm, 4, fragments=2, dedicated=True)
     assert type(error) is InvalidArgumentError
     assert "with dedicated=True, use fragments=1" in str(error)
 
@@ -434,24 +390,3 @@ def test_each_fragment_needs_a_variable(make, comm):
     error = raised(make(comm, 4, fragments=2).initialize, [variable()])
     assert type(error) is InvalidArgumentError
     assert "fragments must be at most the number of variables, which is 1" in str(error)
-
-
-@pytest.mark.any_size
-@pytest.mark.ranks(min=2)
-@pytest.mark.parametrize(("name", "default"), [("fragments", 1), ("overlap", 0)])
-def test_ranks_must_agree(comm, rank, name, default):
-    options = {name: 2, "comm": comm} if rank == 1 else {"comm": comm}
-    error = raised(hpc.LocalStepsOptimizer, hpc.SGD(1), hpc.SGD(1), 4, **options)
-    assert type(error) is DisagreementError
-    assert f"{name} must be the same" in str(error)
-    assert f"rank 0 has {default}, rank 1 has 2" in str(error)
-
-
-@pytest.mark.any_size
-def test_it_shows_its_options(make, comm):
-    for options, text in (
-        ({"fragments": 2, "overlap": 1}, "fragments=2, overlap=1"),
-        ({}, "fragments=1, overlap=0"),
-    ):
-        shown = repr(make(comm, 4, **options))
-        assert f"period=4, {text}, servers='auto'" in shown

@@ -43,11 +43,8 @@ def running(comm, ended) -> Iterator[heartbeat.Heartbeat]:
     with hpc.ConditionalAccumulator("f4", (2,), comm=comm):
         heart = Objects.of(group_of(comm))._heartbeat
         assert heart is not None
-        until(
-            lambda: (
-                all(peer.place != "the start" for peer in heart._peers.values()) or None
-            )
-        )
+        peers = heart._peers.values()
+        until(lambda: all(peer.place != "the start" for peer in peers))
         meet()
         yield heart
         meet()
@@ -84,7 +81,7 @@ def test_a_process_that_has_ended_is_found_at_once(heart, ended, rank, size, pla
         gone = heart._processes[dead]._replace(started="another time")
         heart._processes[dead] = gone
     if rank == first:
-        until(lambda: ended or None)
+        until(lambda: ended)
         assert ended[0].startswith(f"rank {dead} (process {gone.number} on {gone.host}")
         assert ended[0].endswith("is lost: its process has ended without MPI_Finalize")
     meet()
@@ -97,7 +94,7 @@ def test_a_late_rank_is_a_warning(heart, ended, rank, size, caplog):
         age(heart, size - 1, 16)
         said = f"no heartbeat for 15 s from rank {size - 1} (process "
         assert said in caplog.text
-        until(lambda: " has resumed" in caplog.text or None)
+        until(lambda: " has resumed" in caplog.text)
         assert f"heartbeat of rank {size - 1} (process" in caplog.text
         age(heart, size - 1, 16)
         assert caplog.text.count(said) == 2

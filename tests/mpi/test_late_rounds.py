@@ -68,13 +68,9 @@ def test_a_late_gradient_joins_the_next_update(comm, rank, size, sparse):
 
 
 @pytest.mark.ranks(min=3)
-def test_a_late_gradient_of_another_node(group, rank, size):
-    play(group, rank, size)
-
-
-@pytest.mark.ranks(min=3)
-def test_a_late_gradient_joins_that_of_several_servers(group, rank, size):
-    play(group, rank, size, servers=[ranks[0] for ranks in group.nodes])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_late_gradient_of_another_node(group, rank, size, several):
+    play(group, rank, size, servers=[r[0] for r in group.nodes] if several else "auto")
 
 
 @pytest.mark.any_size
