@@ -30,6 +30,38 @@ def drawn(rank, call):
     return np.random.default_rng([rank, call]).integers(-8, 9, 5).astype("f8")
 
 
+# Figures
+
+
+def test_with_a_period_of_one_it_is_cross_shard(make, comm, rank, size):
+    x, y = variable(np.ones(5)), variable(np.ones(5))
+    opt = make(1, outer=hpc.Momentum(0.25, 0.5), quorum=size)
+    with hpc.CrossShardOptimizer(hpc.Momentum(0.25, 0.5), comm=comm) as other:
+        for call in range(4):
+            loss = gives(drawn(rank, call))
+            opt.minimize(loss, var_list=[x])
+            other.minimize(loss, var_list=[y])
+            if call == 0:
+                # x and the gradient are whole numbers, so their difference is exact.
+                same_bits(x.value, y.value)
+            np.testing.assert_allclose(x.value, y.value, rtol=1e-14, atol=1e-14)
+
+
+def test_with_an_outer_rate_of_one_it_averages(make, comm, rank, size):
+    x, opt = variable(np.ones(5)), make(3, hpc.Adam(0.1), quorum=size)
+    alone, adam = variable(np.ones(5)), hpc.Adam(0.1)
+    for call in range(9):
+        grad = drawn(rank, call)
+        opt.minimize(gives(grad), var_list=[x])
+        adam.apply_gradients([(grad, alone)])
+        if call % 3 == 2:
+            alone.value[...] = np.mean(meet(alone.value.copy()), axis=0)
+            np.testing.assert_allclose(x.value, alone.value, rtol=1e-12)
+    # The state of the local steps stays on its rank.
+    found, expected = opt.get_slot(x, "m").value, adam.get_slot(alone, "m").value
+    same_bits(found, expected)
+
+
 @pytest.mark.ranks(min=2)
 def test_a_quorum_does_not_wait_for_others(make, rank, size):
     x, opt = variable(), make(2, quorum=size - 1)
