@@ -25,18 +25,18 @@ SHAPES = {
 }
 
 
-def in_place(reducer, arrays):
+def in_place(reducer, arrays, weight=1.0):
     own = reducer.arrays()
     for name, array in arrays.items():
         own[name][...] = array
-    return reducer.reduce({name: own[name] for name in arrays})
+    return reducer.reduce({name: own[name] for name in arrays}, weight=weight)
 
 
-def copied(reducer, arrays):
-    return reducer.reduce(arrays)
+def copied(reducer, arrays, weight=1.0):
+    return reducer.reduce(arrays, weight=weight)
 
 
-def partly(reducer, arrays):
+def partly(reducer, arrays, weight=1.0):
     own = reducer.arrays()
     given = {
         name: own[name] if n % 2 else a for n, (name, a) in enumerate(arrays.items())
@@ -44,58 +44,59 @@ def partly(reducer, arrays):
     for name, array in arrays.items():
         if given[name] is own[name]:
             own[name][...] = array
-    return reducer.reduce(given)
+    return reducer.reduce(given, weight=weight)
 
 
-def strided(reducer, arrays):
+def strided(reducer, arrays, weight=1.0):
     given = {
         name: np.stack([array, array], -1)[..., 1] for name, array in arrays.items()
     }
-    return reducer.reduce(given)
+    return reducer.reduce(given, weight=weight)
 
 
-def by_columns(reducer, arrays):
-    return reducer.reduce({n: a.copy("F") for n, a in arrays.items()})
+def by_columns(reducer, arrays, weight=1.0):
+    return reducer.reduce({n: a.copy("F") for n, a in arrays.items()}, weight=weight)
 
 
-def narrowed(reducer, arrays):
+def narrowed(reducer, arrays, weight=1.0):
     # These values are not rounded.
-    return reducer.reduce({n: a.astype(np.float64) for n, a in arrays.items()})
+    given = {n: a.astype(np.float64) for n, a in arrays.items()}
+    return reducer.reduce(given, weight=weight)
 
 
-def copied_out(reducer, arrays):
+def copied_out(reducer, arrays, weight=1.0):
     out = {name: np.full(array.shape, 7, np.float64) for name, array in arrays.items()}
-    found = reducer.reduce(arrays, out=out)
+    found = reducer.reduce(arrays, out=out, weight=weight)
     return {name: array.astype(found[name].dtype) for name, array in out.items()}
 
 
-def over_itself(reducer, arrays):
+def over_itself(reducer, arrays, weight=1.0):
     mine = {name: array.astype(wide(reducer)) for name, array in arrays.items()}
-    reducer.reduce(mine, out=mine)
+    reducer.reduce(mine, out=mine, weight=weight)
     return mine
 
 
-def out_by_columns(reducer, arrays):
+def out_by_columns(reducer, arrays, weight=1.0):
     out = {n: np.empty(a.shape, wide(reducer), order="F") for n, a in arrays.items()}
-    reducer.reduce(arrays, out=out)
+    reducer.reduce(arrays, out=out, weight=weight)
     return {name: a.copy("C") for name, a in out.items()}
 
 
-def one_by_one(reducer, arrays):
+def one_by_one(reducer, arrays, weight=1.0):
     names = sorted(arrays, key=lambda name: hash((name, MPI.COMM_WORLD.rank)))
     for n, name in enumerate(names):
         if n % 2:
-            reducer.start(name, arrays[name])
+            reducer.start(name, arrays[name], weight=weight)
         else:
             reducer.arrays()[name][...] = arrays[name]
-            reducer.start(name)
-    return reducer.wait()
+            reducer.start(name, weight=weight)
+    return reducer.wait(weight=weight)
 
 
-def some_first(reducer, arrays):
+def some_first(reducer, arrays, weight=1.0):
     first, *others = arrays
-    reducer.start(first, arrays[first])
-    return reducer.reduce({name: arrays[name] for name in others})
+    reducer.start(first, arrays[first], weight=weight)
+    return reducer.reduce({name: arrays[name] for name in others}, weight=weight)
 
 
 def wide(reducer):
