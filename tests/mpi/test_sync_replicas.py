@@ -124,7 +124,8 @@ def test_waiting_is_counted_on_those_who_wait(make, rank, size):
 def test_a_gradient_of_none_is_left_out_of_the_mean(make, rank, size):
     w, v, u = variable(name="w"), variable(name="v"), variable(5.0, name="u")
     opt = make(size, [w, v, u])
-    opt.minimize(gives(3.0, 3.0 if rank == 0 else None, None))
+    # Nor does the weight of a rank without a gradient count.
+    opt.minimize(gives(3.0, 3.0 if rank == 0 else None, None), weight=rank + 2)
 
     np.testing.assert_allclose([w.value, v.value, u.value], [-3, -3, 5], rtol=1e-14)
 
