@@ -48,11 +48,13 @@ def drawn(rank, call, dtype="f8"):
 
 def mean_of(slices, weights=None):
     """Return indices and values of the mean of whole gradients."""
-    weights, total = weights or [1.0] * len(slices), np.zeros((ROWS, *ROW))
-    for each, weight in zip(slices, weights, strict=True):
-        np.add.at(total, each.indices, weight * each.values)
-    rows = np.unique(np.concatenate([each.indices for each in slices]))
-    return rows, total[rows] / sum(weights)
+    weights = weights or [1.0] * len(slices)
+    values = [w * each.values for w, each in zip(weights, slices, strict=True)]
+    indices = np.concatenate([each.indices for each in slices])
+    rows, places = np.unique(indices, return_inverse=True)
+    total = np.zeros((rows.size, *values[0].shape[1:]))
+    np.add.at(total, places, np.concatenate(values))
+    return rows, total / sum(weights)
 
 
 TOLERANCE = {"f2": 0.1, "f4": 1e-4, "f8": 1e-12}
@@ -257,34 +259,6 @@ def test_reads_of_the_center_do_not_make_pulls_longer(make, rank, copies):
     opt.compute_gradients(gives(slices))
 
     assert copies == ["all", 2] if rank else ["all"]
-
-
-@pytest.fixture(params=[1, ROWS // 15, ROWS * 9])
-def log(request):
-    """The log is as long as the table, or too short for the last updates, or all."""
-    with testing.limits(rows_of_entry=request.param):
-        yield
-
-
-@pytest.mark.ranks(min=2)
-def test_a_rank_that_is_behind_gets_all_rows(make, rank, size, log):
-    w, opt = table(), make("stale", hpc.SGD(1.0), 10**6)
-    opt.initialize([w])
-    meet()
-    for first, last in ((0, 1), (1, 3), (3, 11)):
-        if rank == 0:
-            for call in range(first, last):
-                opt.minimize(gives(drawn(rank, call)))
-        meet()
-        # Another node has the last step only after one of its ranks waits for it.
-        opt.center(w)
-        opt.compute_gradients(gives(np.zeros((ROWS, *ROW))))
-        model = LazyRule("SGD", np.zeros((ROWS, *ROW)))
-        for call in range(last):
-            slices = drawn(0, call)
-            model.update(slices.indices, slices.values)
-        close(w.value, 2 * model.value)
-        meet()
 
 
 @pytest.mark.ranks(min=2)
