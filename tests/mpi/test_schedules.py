@@ -205,11 +205,12 @@ def test_the_same_bits_every_time_and_everywhere(maker, rank):
     reducer = maker(SHAPES)
     mine = drawn(SHAPES, rank, dtype=np.float32)
     bits = set()
-    for way in [in_place, copied, one_by_one, copied]:
+    for way in [in_place, copied, one_by_one, copied] * 3:
         found = way(reducer, mine)
         bits |= set(meet(b"".join(found[name].tobytes() for name in SHAPES)))
 
-    assert len(bits) == 1 or not maker.exact
+    # MPI may sum in another order each time.
+    assert len(bits) == 1 or maker.kind == "flat"
 
 
 @pytest.mark.ranks(min=3)
