@@ -16,19 +16,29 @@ pytestmark = pytest.mark.any_size
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_slots_are_those_of_the_inner_optimizer(comm, rank, wrapper):
-    w, inner = variable(), hpc.Adam(0.1)
-    opt = WRAPPERS[wrapper](inner, [w], comm)
+def test_slots_are_those_of_the_inner_optimizer(comm, rank, size, wrapper):
+    w, inner, host = variable(np.zeros(2)), hpc.Adam(0.1), rank == size - 1
+    options = {"host": size - 1} if wrapper in ONE_SIDED else {}
+    opt = WRAPPERS[wrapper](inner, [w], comm, **options)
     opt.initialize([w])
     for _ in range(2):
-        opt.minimize(gives(1.0))
+        opt.minimize(gives(np.ones(2)))
+    meet()
+    slot, count = opt.get_slot(w, "m"), len(opt.variables())
     opt.free()
 
     assert opt.get_slot_names() == inner.get_slot_names() == ["m", "v"]
     assert [v.name for v in opt.variables()] == [v.name for v in inner.variables()]
     assert opt.get_slot(w, "nothing") is None
-    if rank == 0 or wrapper not in ("SyncReplicas", "DropStale"):
-        assert opt.get_slot(w, "m").value > 0
+    if host or wrapper not in ("SyncReplicas", "DropStale"):
+        for each in slot, opt.get_slot(w, "m"):
+            assert (each.value > 0).all()
+        # AGN has those of the center and of local steps.
+        # Two slots and a step; with AGN, also those of the center.
+        assert count == 3 * (1 + (host and wrapper == "AGN"))
+    else:
+        assert slot is None
+        assert count == 0
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -302,6 +312,7 @@ WRONG_PLACES = {
 @pytest.mark.parametrize("kind", CLASSES)
 def test_a_wrong_option_of_one_rank_is_an_error_on_all(comm, rank, size, kind):
     wrong = {**WRONG[kind], "on_nonfinite": [("ignore",), ()]}
+    wrong["wire_dtype"] = [("int8",), ("words",)]
     if kind != "CrossShard":
         wrong |= WRONG_PLACES
     for option, values in wrong.items():

@@ -272,33 +272,26 @@ def dedicated(group, rule):
     return var, opt, servers
 
 
-def test_servers_may_only_serve(group):
-    var, opt, _ = dedicated(group, hpc.SGD(1.0))
+@pytest.mark.parametrize("calls", [True, False], ids=["serve", "free"])
+def test_servers_may_only_serve(group, calls):
+    """They do so at the end if they do not call serve()."""
+    var, opt, servers = dedicated(group, hpc.SGD(1.0))
     if leads(group):
         assert "does not train" in str(raised(opt.minimize, gives(np.ones(300))))
-        opt.serve()
-        assert (var.value == -5).all()
+        if calls:
+            opt.serve()
+            assert (var.value == -5).all()
     else:
-        rank, those = group.rank, hpc.errors.format_ranks(leaders(group))
         error = str(raised(opt.serve))
-        assert f"rank {rank} is not a server ({those} " in error
+        assert f"rank {group.rank} is not a server ({format_ranks(servers)} " in error
         assert error.endswith("); it must train")
         for _ in range(5):
             opt.minimize(gives(np.ones(300)))
-        opt.leave()
-    meet()
+        if calls:
+            opt.leave()
+    if calls:
+        meet()
     opt.free()
-    assert (var.value == -5).all()
-    assert opt.global_step == 5
-
-
-def test_servers_that_do_not_call_serve_do_so_at_the_end(group):
-    var, opt, _ = dedicated(group, hpc.SGD(1.0))
-    if not leads(group):
-        for _ in range(5):
-            opt.minimize(gives(np.ones(300)))
-    opt.free()
-
     assert (var.value == -5).all()
     assert opt.global_step == 5
 
@@ -315,7 +308,8 @@ def test_memory_is_divided(group):
     assert slots <= 1.1 * share if leads(group) else slots == 0
 
 
-def test_auto_is_one_rank_of_each_node_for_large_variables(group):
+def test_auto_is_one_rank_of_each_node_for_large_variables(group, caplog):
+    caplog.set_level("INFO", logger="hpcaccum")
     for size, rule, expected in (
         (1 << 17, hpc.SGD(1.0), leaders(group)),
         (1 << 17, Normed("normed"), [0]),
@@ -323,8 +317,10 @@ def test_auto_is_one_rank_of_each_node_for_large_variables(group):
     ):
         var = hpc.Variable(np.zeros(size, np.float64), "w")
         opt = hpc.SyncReplicasOptimizer(rule, group.size, comm=group, servers="auto")
+        caplog.clear()
         opt.initialize([var])
-        assert testing.servers(opt) == tuple(expected)
+        assert f", servers={tuple(expected)!r}, name=" in repr(opt)
+        assert caplog.messages == [repr(opt)] * (group.rank == 0)
         opt.free()
 
 
