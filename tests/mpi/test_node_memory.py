@@ -146,12 +146,6 @@ def test_room_that_others_take_meanwhile_is_missed_in_time(
         NodeMemory(node, [4 * module._PIECE] * size)
 
 
-def test_where_there_is_no_folder_all_ranks_fail(node, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_SHM", str(tmp_path / "none"))
-    with pytest.raises(RuntimeError, match="cannot share"):
-        NodeMemory(node, [8] * node.size)
-
-
 # Other users of the node
 
 
