@@ -4,8 +4,10 @@ Gradients are small whole numbers: their sums are exact in any order, so results
 have the bits of the naive version wherever the ranks are.
 """
 
+import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -55,30 +57,25 @@ def check(found, expected):
 
 
 @pytest.fixture
-def train(comm, rank):
-    """An optimizer that has gradients of this rank; ends with the final variables."""
-    return lambda wrap, **options: Training(comm, rank, wrap, options)
+def train(comm):
+    """Make an optimizer with gradients of this rank; end with the final variables."""
+
+    @contextlib.contextmanager
+    def train(wrap):
+        own = [hpc.Variable(array, name) for name, array in ones().items()]
+        with wrap(hpc.Momentum(0.25, 0.5), own, comm) as opt:
+            opt.initialize(own)
+            yield Training(opt, own, comm.rank)
+
+    return train
 
 
-class Training:
+class Training(NamedTuple):
     """The optimizer of one test and its variables."""
 
-    def __init__(self, comm, rank, wrap, options):
-        self.rank = rank
-        self.variables = [
-            hpc.Variable(np.ones(shape, np.float32), name)
-            for name, shape in SHAPES.items()
-        ]
-        inner = hpc.Momentum(0.25, 0.5)
-        self.opt = wrap(inner, self.variables, comm, **options)
-
-    def __enter__(self):
-        self.opt.__enter__()
-        self.opt.initialize(self.variables)
-        return self
-
-    def __exit__(self, *exception):
-        self.opt.__exit__(*exception)
+    opt: Any
+    variables: list[hpc.Variable]
+    rank: int
 
     def step(self, call, **options):
         loss = 0.0, drawn(self.rank, call)

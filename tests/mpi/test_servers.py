@@ -6,16 +6,13 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import (
-    InvalidArgumentError,
-    WaitTimeoutError,
-    testing,
-)
+from hpcaccum import InvalidArgumentError, testing
 from hpcaccum.errors import format_ranks
 from hpcaccum.mpi.job.runtime import MPI
 
-from .acting import VAIN, meet, same_bits, until
+from .acting import meet, same_bits, until
 from .on_nodes import leads, named
+from .test_waiting_for_updates import in_vain_fixture  # noqa: F401
 from .training import ONE_SIDED, RULES, drawn, gives, raised, several, turns
 
 
@@ -361,17 +358,14 @@ def test_without_threads_several_servers_are_refused(group, monkeypatch):
         assert "dedicated" not in str(error)
 
 
-def test_a_server_that_does_not_serve_is_named(group, monkeypatch):
+def test_a_server_that_does_not_serve_is_named(group, in_vain):
     var, opt, servers = dedicated(group, hpc.SGD(1.0))
     late = servers[-1]
     if group.rank in servers and group.rank != late:
         opt.serve()
     elif group.rank != late:
-        with monkeypatch.context() as patch:
-            patch.setenv("HPCACCUM_TIMEOUT", "0.2")
-            error = raised(opt.minimize, gives(np.ones(300)))
-        assert type(error) is WaitTimeoutError
-        assert f"update 1 by rank {late}, servers of {named(late)}" in str(error)
+        message = in_vain(opt.minimize, gives(np.ones(300)), seconds=0.2)
+        assert f"update 1 by rank {late}, servers of {named(late)}" in message
         opt.leave()
     else:
         time.sleep(0.6)
@@ -382,7 +376,7 @@ def test_a_server_that_does_not_serve_is_named(group, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["sync", "single"])
-def test_servers_are_not_among_the_missing_ranks(group, kind, monkeypatch):
+def test_servers_are_not_among_the_missing_ranks(group, kind, in_vain):
     servers = leaders(group)
     workers = [rank for rank in range(group.size) if rank not in servers]
     if not workers:
@@ -396,25 +390,21 @@ def test_servers_are_not_among_the_missing_ranks(group, kind, monkeypatch):
     opt.initialize([var])
     meet()
     if group.rank == workers[0]:
-        with monkeypatch.context() as patch:
-            patch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
-            error = raised(testing.wait_for, opt, 1)
-        assert f"from {format_ranks(workers)}" in str(error)
+        message = in_vain(testing.wait_for, opt, 1)
+        assert f"from {format_ranks(workers)}" in message
     meet()
     opt.serve() if group.rank in servers else opt.leave()
     meet()
     opt.free()
 
 
-def test_a_wait_that_was_given_up_is_ended_by_free(group, monkeypatch):
+def test_a_wait_that_was_given_up_is_ended_by_free(group, in_vain):
     var = hpc.Variable(np.zeros(300), "w")
     opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), 2, comm=group, servers=leaders(group))
     opt.initialize([var])
     if group.rank == group.size - 1:
-        with monkeypatch.context() as patch:
-            patch.setenv("HPCACCUM_TIMEOUT", "0.2")
-            error = raised(opt.minimize, gives(np.ones(300)))
-        assert "waits for 2 gradients at step 0, had 1" in str(error)
+        message = in_vain(opt.minimize, gives(np.ones(300)), seconds=0.2)
+        assert "waits for 2 gradients at step 0, had 1" in message
     meet()
     opt.free()
     # One gradient is the mean of those that remain.

@@ -302,21 +302,6 @@ def test_an_interrupted_pull_is_repeated_as_a_whole(make, size):
     close(w.value, 2 * expected.value)
 
 
-def test_ranks_leave_one_after_the_other(make, rank, size):
-    w, opt = table(), make("sync", hpc.SGD(1.0), size)
-    opt.initialize([w])
-    for call in range(rank + 1):
-        assert opt.minimize(gives(drawn(rank, call)))
-    opt.leave()
-    opt.free()
-
-    model = LazyRule("SGD", np.zeros((ROWS, *ROW)))
-    for call in range(size):
-        model.update(*mean_of([drawn(r, call) for r in range(call, size)]))
-    close(w.value, 2 * model.value)
-    assert opt.global_step == size
-
-
 @pytest.mark.parametrize("kind", ["sync", "stale"])
 def test_gradients_may_lie_on_a_device(make, size, cp, kind):
     w, opt = table(), make(kind, hpc.SGD(1.0), size if kind == "sync" else 99)

@@ -14,14 +14,14 @@ from .training import ONE_SIDED, Gate, gives, meet, raised, variable
 pytestmark = pytest.mark.any_size
 
 
-@pytest.fixture
-def in_vain(monkeypatch):
+@pytest.fixture(name="in_vain")
+def in_vain_fixture(monkeypatch):
     """Return a function that makes a call time out, and returns the message."""
 
     def call(do, *args, seconds=VAIN, **kwargs):
-        monkeypatch.setenv("HPCACCUM_TIMEOUT", str(seconds))
-        error = raised(do, *args, **kwargs)
-        monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+        with monkeypatch.context() as patch:
+            patch.setenv("HPCACCUM_TIMEOUT", str(seconds))
+            error = raised(do, *args, **kwargs)
         assert type(error) is WaitTimeoutError
         return str(error)
 
