@@ -224,6 +224,8 @@ def test_after_a_drop_parameters_are_pulled_at_once(comm, strict, rank, size):
         [found] = turns([size - 1], late)
         [again] = turns([size - 1], lambda _: opt.minimize(gives(1.0)))
         assert opt.center(w) == -3
+        assert opt.statistics().dropped == (0,) * (size - 1) + (1,)
+        assert opt.statistics().lags == {0: 3, 2: 1}
 
     assert found == (hpc.Receipt(False, 0, 2), -2, 2)
     assert again == hpc.Receipt(True, 2, 2)
