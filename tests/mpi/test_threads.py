@@ -5,6 +5,7 @@ while it waits for the same thread of another rank.
 """
 
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from hpcaccum.mpi.talk.creation import alone
 
 from .acting import meet
 from .reducing import made_up
+from .training import WRAPPERS
 
 pytestmark = [pytest.mark.ranks(min=2), pytest.mark.own_comm, pytest.mark.any_size]
 
@@ -56,36 +58,30 @@ def sparse(comm):
     return acc
 
 
-def reducer(schedule):
-    def make(comm):
-        made = hpc.Reducer(hpc.Layout({"x": (300,)}, "f4"), comm, schedule=schedule)
-        assert (made.reduce({"x": np.full(300, 2, "f4")})["x"] == 2).all()
-        return made
-
-    return make
+def reducer(schedule, comm):
+    made = hpc.Reducer(hpc.Layout({"x": (300,)}, "f4"), comm, schedule=schedule)
+    assert (made.reduce({"x": np.full(300, 2, "f4")})["x"] == 2).all()
+    return made
 
 
-def optimizer(kind, *args):
-    def make(comm):
-        w = hpc.Variable(np.zeros(300), "w")
-        opt = kind(hpc.SGD(0.1), *args, comm=comm)
-        opt.initialize([w])
-        for _ in range(2):
-            opt.minimize(lambda: (1.0, [w.value - 1]))
-        return opt
-
-    return make
+def optimizer(kind, comm):
+    w = hpc.Variable(np.zeros(300), "w")
+    opt = WRAPPERS[kind](hpc.SGD(0.1), [w], comm)
+    opt.initialize([w])
+    for _ in range(2):
+        opt.minimize(lambda: (1.0, [w.value - 1]))
+    return opt
 
 
 KINDS = [
     accumulator,
-    reducer("flat"),
-    optimizer(hpc.CrossShardOptimizer),
-    optimizer(hpc.AGNOptimizer),
+    partial(reducer, "flat"),
+    partial(optimizer, "CrossShard"),
+    partial(optimizer, "AGN"),
     sparse,
-    optimizer(hpc.SyncReplicasOptimizer, 1),
-    reducer("hierarchical"),
-    optimizer(hpc.DropStaleGradientOptimizer, 8),
+    partial(optimizer, "SyncReplicas"),
+    partial(reducer, "hierarchical"),
+    partial(optimizer, "DropStale"),
 ]
 
 
