@@ -6,6 +6,7 @@ import os
 import struct
 import tempfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -83,10 +84,7 @@ def test_memory_without_room_is_refused_on_every_rank(node, descriptors, size, w
 
 
 def fails(code):
-    def fail(*_):
-        raise OSError(code, os.strerror(code))
-
-    return fail
+    return Mock(side_effect=OSError(code, os.strerror(code)))
 
 
 # What fails, why, and the error.

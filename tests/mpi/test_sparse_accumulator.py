@@ -401,17 +401,3 @@ def same(found, expected):
         assert bool(found) == expected
     else:
         assert found is expected
-
-
-def test_all_ranks_at_once(make, size):
-    acc = make("float64", (1000, 2), capacity=300)
-    rng = np.random.default_rng(MPI.COMM_WORLD.rank)
-    for step in range(5):
-        indices = rng.integers(0, 1000, 100)
-        receipts = everywhere(acc.apply_grad, indices, np.ones((100, 2)), None, step)
-        assert all(receipts)
-        counts = np.unique(np.concatenate(meet(np.unique(indices))), return_counts=True)
-        sums = np.unique(np.concatenate(meet(indices)), return_counts=True)
-        taken = at(step, acc.take_grad, size, timeout=WAIT)
-        np.testing.assert_array_equal(taken.indices, sums[0])
-        np.testing.assert_array_equal(taken.values[:, 1], sums[1] / counts[1])
