@@ -15,11 +15,6 @@ from .training import ONE_SIDED, WRAPPERS, Gate, gives, meet, raised, variable
 pytestmark = pytest.mark.any_size
 
 
-@pytest.fixture(params=ONE_SIDED)
-def kind(request):
-    return request.param
-
-
 @pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.ranks(min=2)
 def test_centers_of_several_variables_are_of_one_step(comm, rank, size, slow):
@@ -43,6 +38,7 @@ def test_centers_of_several_variables_are_of_one_step(comm, rank, size, slow):
     assert [array[0] for array in opt.center(variables)] == expected
 
 
+@pytest.mark.parametrize("kind", ONE_SIDED)
 def test_the_center_of_an_unknown_variable_is_refused(comm, kind):
     w = variable()
     with ONE_SIDED[kind](hpc.SGD(1), [w], comm) as opt:
@@ -123,6 +119,7 @@ def test_updates_wait_while_they_are_paused(comm, rank, size):
     assert opt.global_step == 2 * size - 1
 
 
+@pytest.mark.parametrize("kind", ONE_SIDED)
 def test_a_call_that_would_wait_for_a_paused_update_is_refused(comm, kind, rank):
     w = variable()
     opt = ONE_SIDED[kind](hpc.SGD(1), [w], comm)

@@ -513,13 +513,8 @@ def test_several_servers_go_back(group, dedicated):
     if not workers:
         pytest.skip("no rank is left to train")
     var = hpc.Variable(np.zeros(300), "w")
-    opt = hpc.SyncReplicasOptimizer(
-        hpc.Momentum(1.0, 0.5),
-        workers,
-        comm=group,
-        servers=servers,
-        dedicated=dedicated,
-    )
+    options = {"comm": group, "servers": servers, "dedicated": dedicated}
+    opt = hpc.SyncReplicasOptimizer(hpc.Momentum(1.0, 0.5), workers, **options)
     opt.initialize([var])
 
     def train(calls):

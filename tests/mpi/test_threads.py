@@ -12,7 +12,6 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum.mpi import Freeable, Group
 from hpcaccum.mpi.job import shutdown
 from hpcaccum.mpi.memory import windows
 from hpcaccum.mpi.talk.creation import alone
@@ -120,31 +119,6 @@ def test_each_thread_has_objects_of_its_own(comm, rank, size, own_end, nodes, en
     meet()
     shutdown._close_all()
     assert not shutdown.count_open()
-
-
-class Meeting(Freeable):
-    """An object that all ranks free together."""
-
-    def __init__(self, group):
-        self._group = group
-        self._register(group, group.label("meeting"))
-
-    def _free(self):
-        self._group.allgather(None, "free")
-
-
-def test_at_the_end_all_ranks_free_what_threads_made_in_one_order(comm, rank, own_end):
-    groups = [Group(comm.Dup()) for _ in range(3)]
-    parts = [group.inside for group in groups]
-    # As if a thread had made those of each group, on each rank at another time.
-    for place in range(3):
-        at = (place + rank) % 3
-        Meeting(groups[at])
-        Meeting(parts[at])
-        Meeting(groups[at])
-    shutdown._close_all()
-    for group in groups:
-        group.free()
 
 
 def test_what_must_be_alone_waits_for_no_thread_that_has_not_come(comm, rank):
