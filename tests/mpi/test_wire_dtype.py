@@ -191,11 +191,17 @@ def test_rows_and_parameters_beside_them_are_not_rounded(group, rank, size):
 # Arguments
 
 
+def local_steps(inner, _, comm, **options):
+    return hpc.LocalStepsOptimizer(inner, hpc.SGD(1), 2, comm=comm, **options)
+
+
 @pytest.mark.any_size
-@pytest.mark.parametrize("kind", ONE_SIDED)
-def test_it_is_narrower_than_what_is_sent(comm, kind):
+@pytest.mark.parametrize("make", [*ONE_SIDED.values(), local_steps])
+def test_it_is_narrower_than_what_is_sent(comm, make):
     w = variable(0, np.float32)
-    with ONE_SIDED[kind](hpc.SGD(1), [w], comm, wire_dtype="float32") as opt:
+    with pytest.raises(hpc.InvalidArgumentError, match="wire_dtype must be one of"):
+        make(hpc.SGD(1), [w], comm, wire_dtype="int8")
+    with make(hpc.SGD(1), [w], comm, wire_dtype="float32") as opt:
         assert "wire_dtype='float32'" in repr(opt)
         error = raised(opt.initialize, [w])
     assert type(error) is hpc.InvalidArgumentError
