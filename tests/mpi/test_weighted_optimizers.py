@@ -44,10 +44,11 @@ def of_one_process(size):
     return w
 
 
-def check_batches(comm, rank, size, name):
-    """Compare steps with batches of different length with those of one process."""
+@pytest.mark.own_comm
+@pytest.mark.parametrize("name", ["CrossShard", "SyncReplicas"])
+def test_batches_of_different_length_are_as_one(group, rank, size, name):
     w, data = variable(np.zeros(3)), batches(size)[rank]
-    with WRAPPERS[name](hpc.SGD(0.1), [w], comm) as opt:
+    with WRAPPERS[name](hpc.SGD(0.1), [w], group) as opt:
         for _ in range(STEPS):
             opt.minimize(
                 lambda: (0.0, [gradient(w.value, data)]),
@@ -55,18 +56,6 @@ def check_batches(comm, rank, size, name):
                 weight=len(data[1]),
             )
     np.testing.assert_allclose(w.value, of_one_process(size), 1e-12)
-
-
-@pytest.mark.own_comm
-@pytest.mark.parametrize("name", ["CrossShard", "SyncReplicas"])
-def test_batches_of_different_length_are_as_one(comm, rank, size, name):
-    check_batches(comm, rank, size, name)
-
-
-@pytest.mark.own_comm
-@pytest.mark.parametrize("name", ["CrossShard", "SyncReplicas"])
-def test_they_are_as_one_on_several_nodes(group, rank, size, name):
-    check_batches(group, rank, size, name)
 
 
 # CrossShard
