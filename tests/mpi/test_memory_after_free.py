@@ -1,6 +1,7 @@
 """Arrays that outlive the object they came from: valid, and used by nothing else."""
 
 import gc
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,58 +18,46 @@ pytestmark = pytest.mark.any_size
 LARGE = 1 << 17
 
 
-def accumulator(storage):
-    def hold(comm):
-        acc = hpc.ConditionalAccumulator("f8", (LARGE,), comm=comm, storage=storage)
-        with acc:
-            first = acc.slot()
-            first[:] = 1
-            acc.apply_grad(first)
-            meet()
-            if comm.rank == 0:
-                acc.take_grad(comm.size, timeout=WAIT)
-            meet()
-            held = [first, acc.slot()]
-        return acc, held
-
-    return hold
+def accumulator(comm, storage):
+    acc = hpc.ConditionalAccumulator("f8", (LARGE,), comm=comm, storage=storage)
+    with acc:
+        first = acc.slot()
+        first[:] = 1
+        acc.apply_grad(first)
+        meet()
+        if comm.rank == 0:
+            acc.take_grad(comm.size, timeout=WAIT)
+        meet()
+        return acc, [first, acc.slot()]
 
 
-def reducer(**options):
-    def hold(comm):
-        layout = hpc.Layout({"x": (options.pop("size", LARGE),)}, "f4")
-        with hpc.Reducer(layout, comm, **options) as reducer:
-            arrays, results = reducer.arrays(), reducer.results()
-            arrays["x"][:] = 1
-            reducer.reduce()
-        assert (results["x"] == 1).all()
-        return reducer, [arrays["x"], results["x"]]
-
-    return hold
+def reducer(comm, size=LARGE, **options):
+    with hpc.Reducer(hpc.Layout({"x": (size,)}, "f4"), comm, **options) as reducer:
+        arrays, results = reducer.arrays(), reducer.results()
+        arrays["x"][:] = 1
+        reducer.reduce()
+    assert (results["x"] == 1).all()
+    return reducer, [arrays["x"], results["x"]]
 
 
-def optimizer(kind):
-    def hold(comm):
-        var = variable(np.zeros(LARGE))
-        with WRAPPERS[kind](hpc.Momentum(1, 0.5), [var], comm) as optimizer:
-            optimizer.initialize([var])
-            first = optimizer.gradient_arrays()["w"]
-            first[:] = 1
-            optimizer.minimize(gives(first))
-            held = [first, optimizer.gradient_arrays()["w"]]
-        return optimizer, held
-
-    return hold
+def optimizer(comm, kind):
+    var = variable(np.zeros(LARGE))
+    with WRAPPERS[kind](hpc.Momentum(1, 0.5), [var], comm) as optimizer:
+        optimizer.initialize([var])
+        first = optimizer.gradient_arrays()["w"]
+        first[:] = 1
+        optimizer.minimize(gives(first))
+        return optimizer, [first, optimizer.gradient_arrays()["w"]]
 
 
 HOLDERS = {
-    "slots": accumulator("slots"),
-    "sum": accumulator("sum"),
-    "eager": reducer(size=100),
-    "auto": reducer(),
-    "hierarchical": reducer(schedule="hierarchical"),
-    "flat": reducer(schedule="flat"),
-    **{kind: optimizer(kind) for kind in WRAPPERS},
+    "slots": partial(accumulator, storage="slots"),
+    "sum": partial(accumulator, storage="sum"),
+    "eager": partial(reducer, size=100),
+    "auto": reducer,
+    "hierarchical": partial(reducer, schedule="hierarchical"),
+    "flat": partial(reducer, schedule="flat"),
+    **{kind: partial(optimizer, kind=kind) for kind in WRAPPERS},
 }
 
 

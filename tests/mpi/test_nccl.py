@@ -23,20 +23,16 @@ from hpcaccum.reducer import nccl as schedule
 
 from .expiring import missed_by
 from .on_device import empty_like, to_device
-from .reducing import ONES, Maker, check, parts_of
+from .reducing import ONES, parts_of
 from .reducing import SHAPES as X
 from .training import meet, raised
 
 pytestmark = [pytest.mark.usefixtures("own_card"), pytest.mark.any_size]
 
-SHAPES = {"scalar": (), "empty": (0,), "vector": (2330,), "matrix": (15, 117)}
-
 
 @pytest.fixture
-def maker(comm):
-    maker = Maker(comm, "nccl")
-    yield maker
-    maker.free()
+def reducer(comm, keep):
+    return keep(Reducer(Layout(X, "float32"), comm, schedule="nccl"))
 
 
 @pytest.fixture
@@ -63,9 +59,9 @@ def works(cp, reducer, size):
 # What it does in a call; what it computes: test_device_reducer
 
 
-def test_inputs_stay_and_the_results_are_the_targets(cp, maker, rank, size):
-    reducer, parts = maker(SHAPES), parts_of(SHAPES, size, 0, dtype=np.float32)
-    mine, out = to_device(cp, parts[rank]), empty_like(cp, SHAPES, np.float32)
+def test_inputs_stay_and_the_results_are_the_targets(cp, reducer, rank, size):
+    parts = parts_of(X, size, 0, dtype=np.float32)
+    mine, out = to_device(cp, parts[rank]), empty_like(cp, X, np.float32)
 
     assert reducer.reduce(mine, out=out) is out
     for name, array in mine.items():
@@ -73,36 +69,17 @@ def test_inputs_stay_and_the_results_are_the_targets(cp, maker, rank, size):
     assert reducer.statistics().schedule == "nccl"
 
 
-def test_of_a_call_without_arrays_no_rank_sums_anything(sums, maker):
-    reducer = maker(X)
+def test_of_a_call_without_arrays_no_rank_sums_anything(sums, reducer):
     before = len(sums)
 
     assert dict(reducer.reduce({})) == {}
     assert len(sums) == before
 
 
-def test_arrays_are_started_one_by_one_on_any_stream(cp, maker, rank, size):
-    reducer = maker(SHAPES)
-    for call in range(3):
-        parts = parts_of(SHAPES, size, call, dtype=np.float32)
-        out = empty_like(cp, SHAPES, np.float32)
-        cp.cuda.Device().synchronize()
-        last = ["vector"] if call == 1 else []
-        for name in reversed(SHAPES):
-            if name not in last:
-                with cp.cuda.Stream(non_blocking=True):
-                    reducer.start(name, cp.asarray(parts[rank][name]))
-        with cp.cuda.Stream(non_blocking=True):
-            rest = {name: cp.asarray(parts[rank][name]) for name in last}
-            reducer.reduce(rest, out=out) if last else reducer.wait(out=out)
-            check(maker, out, parts, np.float32)
-
-
-def test_one_communicator_and_one_sum_for_each_call(cp, comm, sums, size):
-    with Reducer(Layout(X, "float32"), comm, schedule="nccl") as reducer:
-        assert sums == [1]
-        for _ in range(3):
-            works(cp, reducer, size)
+def test_one_communicator_and_one_sum_for_each_call(cp, sums, reducer, size):
+    assert sums == [1]
+    for _ in range(3):
+        works(cp, reducer, size)
     assert sums == [1, 1216, 1216, 1216]
 
 
@@ -130,8 +107,8 @@ def test_it_frees_its_communicator_and_device_memory(cp, comm, monkeypatch):
 
 
 @pytest.mark.ranks(min=2)
-def test_ranks_that_differ_are_an_error_on_all_before_nccl(cp, sums, maker, rank, size):
-    reducer, mine = maker(X), empty_like(cp, X, np.float32)
+def test_ranks_that_differ_are_an_error_before_nccl(cp, sums, reducer, rank, size):
+    mine = empty_like(cp, X, np.float32)
     before = len(sums)
     step = raised(reducer.reduce, mine, out=mine, step=int(rank == 0))
     part = {"x": mine["x"]} if rank == 0 else mine
@@ -146,8 +123,8 @@ def test_ranks_that_differ_are_an_error_on_all_before_nccl(cp, sums, maker, rank
 
 
 @pytest.mark.ranks(min=2)
-def test_a_rank_that_does_not_arrive_is_named(cp, sums, maker, comm, rank, size):
-    reducer, mine = maker(X), empty_like(cp, X, np.float32)
+def test_a_rank_that_does_not_arrive_is_named(cp, sums, reducer, comm, rank, size):
+    mine = empty_like(cp, X, np.float32)
     works(cp, reducer, size)
     before = len(sums)
     error = missed_by(size - 1, comm, reducer.reduce, mine, out=mine)
@@ -159,9 +136,8 @@ def test_a_rank_that_does_not_arrive_is_named(cp, sums, maker, comm, rank, size)
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_arrays_in_cpu_memory_are_an_error_everywhere(cp, maker, rank, size, own):
-    reducer, good = maker(X), empty_like(cp, X, np.float32)
-    bad = None
+def test_arrays_in_cpu_memory_are_an_error_everywhere(cp, reducer, rank, size, own):
+    good, bad = empty_like(cp, X, np.float32), None
     if not own:
         bad = {name: array.get() for name, array in good.items()}
     error = raised(reducer.reduce, bad if rank == size - 1 else good)
@@ -176,8 +152,8 @@ def test_arrays_in_cpu_memory_are_an_error_everywhere(cp, maker, rank, size, own
     works(cp, reducer, size)
 
 
-def test_another_rank_may_fail_or_interrupt(cp, maker, rank, size):
-    reducer, mine = maker(X), empty_like(cp, X, np.float32)
+def test_another_rank_may_fail_or_interrupt(cp, reducer, rank, size):
+    mine = empty_like(cp, X, np.float32)
     for call in range(2):
         if call:
             reducer.start("y", mine["y"])
@@ -288,12 +264,11 @@ def test_a_rank_that_does_not_connect_in_time_is_named(
     [("__call__", 1, "UNHANDLED_CUDA_ERROR"), ("check", 2, "SYSTEM_ERROR")],
 )
 def test_a_sum_that_fails_on_one_rank_is_an_error_on_all(
-    cp, comm, rank, size, monkeypatch, method, number, text
+    cp, reducer, rank, size, monkeypatch, method, number, text
 ):
     def fails(self, *args):
         raise cp.cuda.nccl.NcclError(number)
 
-    reducer = Reducer(Layout(X, "float32"), comm, schedule="nccl")
     works(cp, reducer, size)
     mine = empty_like(cp, X, np.float32)
     with monkeypatch.context() as patch:
@@ -304,11 +279,6 @@ def test_a_sum_that_fails_on_one_rank_is_an_error_on_all(
     assert type(error) is RuntimeError
     assert f"NCCL has failed: NCCL_ERROR_{text}" in str(error)
     assert rank == size - 1 or f"rank {size - 1}" in str(error)
-    check_unusable(cp, reducer)
-    reducer.free()
-
-
-def check_unusable(cp, reducer):
     mine = empty_like(cp, X, np.float32)
     again = raised(reducer.reduce, mine, out=mine)
     assert type(again) is RuntimeError
@@ -367,15 +337,3 @@ def test_updates_are_those_of_cpu_memory(cp, comm, rank, size, reduction, scenar
     for found, wanted in zip(results[0][0], results[1][0], strict=True):
         np.testing.assert_allclose(found, wanted, 1e-6)
     assert results[0][1:] == results[1][1:]
-
-
-def test_variables_in_cpu_memory_are_an_error_on_all(comm, rank):
-    opt, variables = trained(np, comm, schedule="nccl")
-    grads = [gradients(rank, 0)[var.name] for var in variables]
-    pairs = list(zip(grads, variables, strict=True))
-    error = raised(opt.apply_gradients, pairs)
-    opt.free()
-
-    assert type(error) is InvalidArgumentError
-    assert "reduces arrays on the device only" in str(error)
-    assert not variables[0].value.any()

@@ -6,6 +6,7 @@ import os
 import struct
 import tempfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -83,10 +84,7 @@ def test_memory_without_room_is_refused_on_every_rank(node, descriptors, size, w
 
 
 def fails(code):
-    def fail(*_):
-        raise OSError(code, os.strerror(code))
-
-    return fail
+    return Mock(side_effect=OSError(code, os.strerror(code)))
 
 
 # What fails, why, and the error.
@@ -144,12 +142,6 @@ def test_room_that_others_take_meanwhile_is_missed_in_time(
         monkeypatch.setattr(module, "_free", lambda: next(frees, 0))
     with pytest.raises(hpc.InvalidArgumentError, match="another process has taken"):
         NodeMemory(node, [4 * module._PIECE] * size)
-
-
-def test_where_there_is_no_folder_all_ranks_fail(node, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_SHM", str(tmp_path / "none"))
-    with pytest.raises(RuntimeError, match="cannot share"):
-        NodeMemory(node, [8] * node.size)
 
 
 # Other users of the node

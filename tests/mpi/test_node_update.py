@@ -11,6 +11,7 @@ import hpcaccum as hpc
 from hpcaccum import group_of, testing
 from hpcaccum.mpi import MPI
 
+from .. import naive
 from .acting import meet, same_bits, until
 from .training import RULES, SHAPES, drawn, several
 
@@ -40,13 +41,6 @@ def train(opt, variables, calls, lacks=lambda rank, call: ()):
         opt.minimize(lambda grads=grads: (0.0, grads), var_list=variables)
 
 
-def mean(parts):
-    total = parts[0].copy()
-    for part in parts[1:]:
-        total = total + part
-    return total / total.dtype.type(len(parts))
-
-
 def modelled(rule, dtype, size, calls, lacks=lambda rank, call: ()):
     """Return the variables after the same steps of one process, and their rule."""
     variables = several(dtype)
@@ -59,7 +53,7 @@ def modelled(rule, dtype, size, calls, lacks=lambda rank, call: ()):
                 for rank in range(size)
                 if number not in lacks(rank, call)
             ]
-            pairs.append((mean(parts) if parts else None, var))
+            pairs.append((naive.allreduce(parts) if parts else None, var))
         rule.apply_gradients(pairs)
     return variables, rule
 

@@ -17,6 +17,7 @@ from hpcaccum.mpi import MPI
 
 from .acting import VAIN, WAIT, Take, at, everywhere, meet
 from .on_nodes import leads, named
+from .test_waiting_for_updates import in_vain_fixture  # noqa: F401
 from .training import ONE_SIDED, gives, raised, variable
 
 
@@ -125,21 +126,6 @@ def test_ranks_that_are_not_leaders_need_no_threads(group, rank, monkeypatch):
 # Leaders that leave early, gradients that do not fit
 
 
-# Calls of each rank after the first.
-CALLS = 6
-
-
-@pytest.fixture(params=ONE_SIDED)
-def optimizer(request, group):
-    """Make an optimizer that each rank can use, with its variable."""
-    w = variable(np.zeros(3))
-    made = ONE_SIDED[request.param](hpc.SGD(1.0), [w], group)
-    made.initialize([w])
-    yield made, w
-    made.free()
-    assert (np.array(meet(w.value)) == w.value).all()
-
-
 @pytest.fixture(params=[(3,), None], ids=["fixed", "any shape"])
 def accumulator(request, group):
     """Make an accumulator of vectors of three, or of vectors of any length."""
@@ -150,32 +136,24 @@ def accumulator(request, group):
     made.free()
 
 
-def train(optimizer, w, calls=CALLS):
-    for _ in range(calls):
-        optimizer.minimize(gives(np.ones(3)), var_list=[w])
-
-
+@pytest.mark.parametrize("kind", ONE_SIDED)
 @pytest.mark.parametrize("node", [0, -1])
-def test_others_train_after_the_leader_of_a_node_has_left(optimizer, group, rank, node):
-    opt, w = optimizer
-    leader = group.nodes[node][0]
-    train(opt, w, 2)
-    meet()
-    error = None
-    if rank == leader:
-        opt.leave()
-        error = raised(train, opt, w, 2)
-    else:
-        train(opt, w)
-    meet()
-    pushes = [2 + CALLS * (each != leader) for each in range(group.size)]
-    if isinstance(opt, hpc.AGNOptimizer):
-        # Of every second gradient.
-        pushes = [each // 2 for each in pushes]
-    assert list(opt.statistics().accepted) == pushes
-    if rank == leader:
-        assert type(error) is InvalidArgumentError
-        assert str(error) == f"rank {leader} has left and can apply no more gradients"
+def test_others_train_after_the_leader_of_a_node_has_left(group, rank, kind, node):
+    w, leader = variable(np.zeros(3)), group.nodes[node][0]
+    with ONE_SIDED[kind](hpc.SGD(1.0), [w], group) as opt:
+        opt.initialize([w])
+        for call in range(8):
+            if rank != leader or call < 2:
+                opt.minimize(gives(np.ones(3)))
+            if call == 1:
+                meet()
+                opt.leave() if rank == leader else None
+        meet()
+        # AGN pushes every second gradient.
+        number = 1 + (kind != "AGN")
+        pushes = tuple(number * (1 + 3 * (r != leader)) for r in range(group.size))
+        assert opt.statistics().accepted == pushes
+    assert (np.array(meet(w.value)) == w.value).all()
 
 
 def test_takes_have_the_gradient_of_a_leader_that_has_left(accumulator, group, rank):
@@ -214,21 +192,12 @@ def test_gradient_of_another_shape_changes_nothing(accumulator, group):
         np.testing.assert_allclose(found, (others + 3) / group.size)
 
 
-def in_vain(monkeypatch, opt, step):
-    """Wait for a step that does not come; return the message."""
-    with monkeypatch.context() as patch:
-        patch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
-        error = raised(testing.wait_for, opt, step)
-    assert type(error) is WaitTimeoutError
-    return str(error)
-
-
-def test_ranks_of_a_node_may_wait_for_different_steps(group, rank, monkeypatch):
+def test_ranks_of_a_node_may_wait_for_different_steps(group, rank, in_vain):
     w = variable()
     with hpc.DropStaleGradientOptimizer(hpc.SGD(1), 9, comm=group) as opt:
         opt.initialize([w])
         # It never comes: that must not keep a step that is there from the node.
-        assert "for update 9 by rank 0" in in_vain(monkeypatch, opt, 9)
+        assert "for update 9 by rank 0" in in_vain(testing.wait_for, opt, 9)
         meet()
         for step in (1, 2):
             if rank == 0:
@@ -238,7 +207,7 @@ def test_ranks_of_a_node_may_wait_for_different_steps(group, rank, monkeypatch):
             meet()
 
 
-def test_a_node_that_parameters_do_not_reach_is_named(group, rank, held, monkeypatch):
+def test_a_node_that_parameters_do_not_reach_is_named(group, rank, held, in_vain):
     w, first, last = variable(), group.nodes[0][0], group.nodes[-1]
     with hpc.DropStaleGradientOptimizer(hpc.SGD(1), 9, comm=group) as opt:
         opt.initialize([w])
@@ -246,7 +215,7 @@ def test_a_node_that_parameters_do_not_reach_is_named(group, rank, held, monkeyp
             if rank == 0:
                 opt.minimize(gives(1.0))
             meet()
-            late = in_vain(monkeypatch, opt, 1) if rank in last else ""
+            late = in_vain(testing.wait_for, opt, 1) if rank in last else ""
             here = [] if rank in last else [testing.wait_for(opt, 1)]
         way = f"step 1, on its way from {named(first)} to {named(last[0])}"
         assert late.endswith(f" s for {way}") or here

@@ -110,32 +110,37 @@ def test_an_overflow_in_the_dtype_of_the_variable_is_no_warning(make):
 # CrossShardOptimizer
 
 
-def halves(opt, loss):
+def halves(opt, loss, weight):
     """Make a step by two calls, of which the first one divides."""
-    return opt.apply_gradients(opt.compute_gradients(loss))
+    return opt.apply_gradients(opt.compute_gradients(loss), weight=weight)
 
 
-def minimize(opt, loss):
-    return opt.minimize(loss)
+def minimize(opt, loss, weight):
+    return opt.minimize(loss, weight=weight)
 
 
 @pytest.mark.parametrize("step", [minimize, halves])
 @pytest.mark.parametrize("reduction", [Reduction.MEAN, Reduction.SUM])
-def test_the_mean_is_over_the_finite_gradients(comm, rank, size, reduction, step):
-    w = variable(np.zeros(3))
+@pytest.mark.parametrize("weights", [(1, 1, 1, 1), (4, 2, 0.5, 8)])
+def test_the_mean_is_over_the_finite_gradients(
+    comm, rank, size, reduction, step, weights
+):
+    w, weight = variable(np.zeros(3)), weights[rank]
     with hpc.CrossShardOptimizer(
         hpc.SGD(1.0), reduction, comm=comm, on_nonfinite="drop"
     ) as opt:
         opt.initialize([w])
-        receipt = step(opt, gives(NAN if rank == 0 else np.full(3, rank + 1.0)))
+        grad = NAN if rank == 0 else np.full(3, rank + 1.0)
+        receipt = step(opt, gives(grad), weight)
         after = w.value.copy()
-        again = step(opt, gives(np.ones(3)))
+        again = step(opt, gives(np.ones(3)), weight)
 
-    total = sum(range(2, size + 1))
-    mean = reduction == Reduction.MEAN
-    expected = total / (max(size - 1, 1) if mean else 1)
+    expected = sum((r + 1) * weights[r] for r in range(1, size))
+    every = sum(weights[:size])
+    if reduction == Reduction.MEAN:
+        expected, every = expected / max(every - weights[0], 1), 1
     np.testing.assert_allclose(after, -expected, rtol=1e-12)
-    np.testing.assert_allclose(w.value, after - (1 if mean else size), rtol=1e-12)
+    np.testing.assert_allclose(w.value, after - every, rtol=1e-12)
     assert receipt.reason == ("nonfinite" if rank == 0 else "")
     assert again.global_step == (1 if size > 1 else 0)
     assert opt.global_step == (2 if size > 1 else 1)
@@ -181,33 +186,26 @@ def test_a_dropped_gradient_does_not_count_in_the_period(comm, rank, size):
 
 
 @pytest.mark.parametrize(
-    ("make", "text"),
+    ("staleness", "option", "why"),
     [
-        (
-            lambda comm: hpc.DropStaleGradientOptimizer(hpc.SGD(1.0), -1, comm=comm),
-            "DropStaleGradient: the last 20 gradients of rank {} were all dropped, so "
-            "the data of this rank are not in the model; the last gradient was 0 "
-            "updates late, and staleness=-1 is the largest lag accepted",
-        ),
-        (
-            lambda comm: hpc.DropStaleGradientOptimizer(
-                hpc.SGD(1.0), 9, comm=comm, on_nonfinite="drop"
-            ),
-            "DropStaleGradient: the last 20 gradients of rank {} were all dropped, so "
-            "the data of this rank are not in the model; the last gradient was not "
-            "finite",
-        ),
+        (-1, "accept", "0 updates late, and staleness=-1 is the largest lag accepted"),
+        (9, "drop", "not finite"),
     ],
-    ids=["stale", "nonfinite"],
 )
-def test_a_rank_that_contributes_nothing_is_warned_once(comm, rank, caplog, make, text):
-    w = variable(np.zeros(3))
-    with caplog.at_level(logging.WARNING), make(comm) as opt:
+def test_a_rank_that_contributes_nothing_is_warned_once(
+    comm, rank, caplog, staleness, option, why
+):
+    w, options = variable(np.zeros(3)), {"comm": comm, "on_nonfinite": option}
+    opt = hpc.DropStaleGradientOptimizer(hpc.SGD(1.0), staleness, **options)
+    with caplog.at_level(logging.WARNING), opt:
         for number in range(45):
             assert not opt.minimize(gives(NAN), var_list=[w])
             assert len(caplog.messages) == (number >= 19)
 
-    assert caplog.messages == [text.format(rank)]
+    assert caplog.messages == [
+        f"DropStaleGradient: the last 20 gradients of rank {rank} were all dropped, so "
+        f"the data of this rank are not in the model; the last gradient was {why}"
+    ]
 
 
 @pytest.mark.ranks(min=2)

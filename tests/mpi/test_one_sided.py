@@ -224,30 +224,11 @@ def test_after_a_drop_parameters_are_pulled_at_once(comm, strict, rank, size):
         [found] = turns([size - 1], late)
         [again] = turns([size - 1], lambda _: opt.minimize(gives(1.0)))
         assert opt.center(w) == -3
+        assert opt.statistics().dropped == (0,) * (size - 1) + (1,)
+        assert opt.statistics().lags == {0: 3, 2: 1}
 
     assert found == (hpc.Receipt(False, 0, 2), -2, 2)
     assert again == hpc.Receipt(True, 2, 2)
-
-
-# Variables
-
-
-def test_slots_are_those_of_the_host(make, kind, rank, size):
-    w = variable(np.zeros(2))
-    opt = make([w], hpc.Momentum(1, 0.5), host=size - 1)
-    for _ in range(2):
-        opt.minimize(gives(np.ones(2)))
-    meet()
-    slot, count = opt.get_slot(w, "momentum"), len(opt.variables())
-
-    assert opt.get_slot_names() == ["momentum"]
-    if rank == size - 1 or kind == "AGN":
-        assert slot.shape == (2,)
-        assert (slot.value > 0).all()
-        assert count == 1 + (kind == "AGN" and rank == size - 1)
-    else:
-        assert slot is None
-        assert count == 0
 
 
 # Ranks that disagree
@@ -314,21 +295,6 @@ def test_defaults_depend_on_the_ranks_that_train(comm, size, dedicated):
     assert f", staleness={2 * workers}, servers=" in repr(stale)
     sync.free()
     stale.free()
-
-
-@pytest.mark.parametrize("large", [False, True])
-def test_the_servers_that_auto_has_chosen_are_shown(comm, kind, rank, caplog, large):
-    elements = (1 << 18) - (not large)
-    variables = [hpc.Variable(np.zeros(elements, np.float32), "w")]
-    optimizer = ONE_SIDED[kind](hpc.SGD(1), variables, comm)
-    with caplog.at_level("INFO", logger="hpcaccum"):
-        optimizer.initialize(variables)
-    nodes = group_of(comm).nodes
-    servers = tuple(ranks[0] for ranks in nodes) if large else (0,)
-
-    assert f", servers={servers!r}, name=" in repr(optimizer)
-    assert caplog.messages == [repr(optimizer)] * (rank == 0)
-    optimizer.free()
 
 
 # Gradients in the memory from which a server takes them

@@ -9,8 +9,9 @@ import hpcaccum as hpc
 from hpcaccum import DisagreementError, group_of, testing
 
 from .expiring import times_out_without
-from .reducing import EACH, ONES, SHAPES, works
+from .reducing import EACH, SHAPES, works
 from .support import WAIT
+from .test_reducer_waiting import copying, starting
 from .training import meet, raised
 
 pytestmark = [pytest.mark.ranks(min=2), pytest.mark.own_comm, pytest.mark.any_size]
@@ -28,21 +29,6 @@ def at_once():
     """Let ranks report every wait."""
     with testing.limits(patience=0.0):
         yield
-
-
-def copying(reducer):
-    return reducer.reduce(ONES)
-
-
-def starting(reducer):
-    for name in ONES:
-        reducer.start(name)
-    return reducer.wait()
-
-
-def late(seconds):
-    """Make the others wait, for a time too short to change the result."""
-    time.sleep(seconds)
 
 
 def checked(error, *calls):
@@ -109,7 +95,7 @@ def test_threads_may_reduce_and_exchange_in_different_order(maker, rank, at_once
             for number in [0, 1] if rank else [1, 0]:
                 results.append((one, two)[number].submit(acts[number]))
                 # Rank 0 is in one of them, the others are in the other one.
-                late(pause)
+                time.sleep(pause)
             meet([result.exception() for result in results])
     assert not any(result.exception() for result in results)
 
@@ -122,7 +108,7 @@ def test_rank_that_gave_up_a_reduction_waits_in_no_call(comm, maker, rank, size)
             assert type(raised(copying, reducer)) is hpc.WaitTimeoutError
     meet()
     if rank > 0:
-        late(0.05)
+        time.sleep(0.05)
     assert group.allgather(rank, "lunch") == list(range(size))
 
 
@@ -136,7 +122,7 @@ def test_call_of_an_exchange_that_failed_is_forgotten(maker, rank, size, monkeyp
     monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
     if rank > 0:
         assert type(raised(group.allgather, rank, "lunch")) is hpc.WaitTimeoutError
-        late(0.05)
+        time.sleep(0.05)
     works(reducer, size)
 
 
@@ -147,6 +133,6 @@ def test_rank_that_is_only_late_is_no_error(maker, rank, size, at_once):
     for odd in range(size):
         for turn in range(3):
             if rank == odd:
-                late(0.01)
+                time.sleep(0.01)
             works(reducer, size)
             assert group.allgather(rank, f"turn {turn}") == list(range(size))

@@ -4,8 +4,10 @@ Gradients are small whole numbers: their sums are exact in any order, so results
 have the bits of the naive version wherever the ranks are.
 """
 
+import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,6 +23,11 @@ SHAPES = {"scalar": (), "empty": (0, 3), "matrix": (7, 5), "large": (150_000,)}
 CALLS = 4
 
 
+def weight(rank, call):
+    """Return that of a gradient, which is 1 in the first calls."""
+    return (32.0, 8.0, 0.5, 2.0)[rank] if call > 1 else 1.0
+
+
 def drawn(rank, call):
     """Return the gradients of a rank, the same on every rank."""
     random = np.random.default_rng([rank, call])
@@ -28,6 +35,11 @@ def drawn(rank, call):
         name: np.asarray(random.integers(-8, 9, shape), np.float32)
         for name, shape in SHAPES.items()
     }
+
+
+def weighted(rank, call):
+    factor = weight(rank, call)
+    return {n: naive.weighted(each, factor) for n, each in drawn(rank, call).items()}
 
 
 def ones():
@@ -45,34 +57,32 @@ def check(found, expected):
 
 
 @pytest.fixture
-def train(comm, rank):
-    """An optimizer that has gradients of this rank; ends with the final variables."""
-    return lambda wrap, **options: Training(comm, rank, wrap, options)
+def train(comm):
+    """Make an optimizer with gradients of this rank; end with the final variables."""
+
+    @contextlib.contextmanager
+    def train(wrap):
+        own = [hpc.Variable(array, name) for name, array in ones().items()]
+        with wrap(hpc.Momentum(0.25, 0.5), own, comm) as opt:
+            opt.initialize(own)
+            yield Training(opt, own, comm.rank)
+
+    return train
 
 
-class Training:
+class Training(NamedTuple):
     """The optimizer of one test and its variables."""
 
-    def __init__(self, comm, rank, wrap, options):
-        self.rank = rank
-        self.variables = [
-            hpc.Variable(np.ones(shape, np.float32), name)
-            for name, shape in SHAPES.items()
-        ]
-        inner = hpc.Momentum(0.25, 0.5)
-        self.opt = wrap(inner, self.variables, comm, **options)
+    opt: Any
+    variables: list[hpc.Variable]
+    rank: int
 
-    def __enter__(self):
-        self.opt.__enter__()
-        self.opt.initialize(self.variables)
-        return self
-
-    def __exit__(self, *exception):
-        self.opt.__exit__(*exception)
-
-    def step(self, call):
+    def step(self, call, **options):
         loss = 0.0, drawn(self.rank, call)
-        return self.opt.minimize(lambda: loss, var_list=self.variables)
+        return self.opt.minimize(lambda: loss, var_list=self.variables, **options)
+
+    def weighted_step(self, call):
+        return self.step(call, weight=weight(self.rank, call))
 
     def values(self):
         return [variable.value for variable in self.variables]
@@ -99,11 +109,11 @@ def test_sync_replicas_takes_the_mean_of_a_quorum(train, rank, size, backups):
     with train(quorum_of(quorum)) as training:
         for call in range(CALLS):
             chosen = sorted((call + n) % size for n in range(quorum))
-            while rank in chosen and not training.step(call):
+            while rank in chosen and not training.weighted_step(call):
                 pass  # it was computed with old parameters
             meet()
             for r in chosen:
-                assert server.push(drawn(r, call), call)
+                assert server.push(drawn(r, call), call, weight(r, call))
             check(training.opt.center(training.variables), server.values)
             meet()  # no update before all have compared
 
@@ -124,23 +134,23 @@ def test_drop_stale_updates_with_each_gradient_in_time(train, staleness, latenes
         )
 
     with train(wrap) as training:
-        receipts = meet([training.step(call) for call in range(CALLS)])
+        receipts = meet([training.weighted_step(call) for call in range(CALLS)])
 
     factor = lateness or (lambda lag: 1.0)
     server = naive.DropStale(ones(), rule(), staleness, factor)
     for r, call, receipt in in_order(receipts):
         assert receipt.factor == factor(receipt.lag)
-        assert server.push(drawn(r, call), receipt.local_step)
+        assert server.push(drawn(r, call), receipt.local_step, weight(r, call))
     check(training.values(), server.values)
 
 
 def test_agn_updates_with_the_mean_of_each_period(train):
     with train(WRAPPERS["AGN"]) as training:
-        receipts = meet([training.step(call) for call in range(CALLS)])
+        receipts = meet([training.weighted_step(call) for call in range(CALLS)])
 
     server = naive.DropStale(ones(), rule(), np.inf)
     for r, call, receipt in in_order(receipts):
-        both = drawn(r, call - 1), drawn(r, call)
+        both = [weighted(r, each) for each in (call - 1, call)]
         assert server.push(naive.mean(both), receipt.local_step)
     check(training.values(), server.values)
 
@@ -158,7 +168,7 @@ def local_steps_of(quorum, **options):
 def test_local_steps_update_with_the_mean_of_differences(train, size):
     with train(local_steps_of(size)) as training:
         for call in range(CALLS):
-            assert training.step(call).sent == call % 2
+            assert training.weighted_step(call).sent == call % 2
 
     server = naive.SyncReplicas(ones(), naive.Momentum(0.5, 0.25), size)
     workers = [naive.LocalStepsWorker(server, rule(), 2) for _ in range(size)]
@@ -167,7 +177,7 @@ def test_local_steps_update_with_the_mean_of_differences(train, size):
         for call in range(CALLS):
             steps = []
             for r, worker in enumerate(workers):
-                steps.append(pool.submit(worker.step, drawn(r, call)))
+                steps.append(pool.submit(worker.step, weighted(r, call)))
                 while call % 2 and r < size - 1 and len(server.round) <= r:
                     time.sleep(0.001)
             assert [step.result() for step in steps] == [call % 2] * size
@@ -176,7 +186,7 @@ def test_local_steps_update_with_the_mean_of_differences(train, size):
 
 def test_local_steps_update_with_each_difference(train, size):
     with train(local_steps_of(None, lateness=halved)) as training:
-        receipts = meet([training.step(call) for call in range(CALLS)])
+        receipts = meet([training.weighted_step(call) for call in range(CALLS)])
 
     outer, rules = naive.Momentum(0.5, 0.25), [rule() for _ in range(size)]
     server = naive.DropStale(ones(), outer, np.inf, halved)
@@ -186,7 +196,7 @@ def test_local_steps_update_with_each_difference(train, size):
         for name in values:
             values[name][...] = center[name]
         for each in call - 1, call:
-            rules[r](values, drawn(r, each))
+            rules[r](values, weighted(r, each))
         difference = {name: center[name] - values[name] for name in values}
         assert server.push(difference, receipt.local_step)
         centers.append(server.pull()[0])

@@ -9,12 +9,10 @@ from .acting import (
     VAIN,
     WAIT,
     Admitted,
-    Background,
     Take,
     at,
     close_unreduced,
     same_bits,
-    until,
 )
 
 
@@ -38,17 +36,6 @@ def test_round_that_was_closed_is_finished_by_a_later_take(acc):
     same_bits(at(1, acc.take_grad, 9, timeout=WAIT), [2.0, 0.0])
     assert at(0, lambda: acc.global_step) == 1
     same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [5.0, 6.0])
-
-
-@pytest.mark.ranks(min=2)
-def test_take_waits_for_writers_that_were_admitted(acc):
-    late = Admitted(acc, 1)
-    take = Background(0, lambda: acc.take_grad(1, timeout=WAIT))
-    at(1, until, lambda: acc.global_step == 1)
-    assert not take.over()
-
-    late.write([3, 4])
-    same_bits(take.result(), [3.0, 4.0])
 
 
 @pytest.mark.ranks(min=2)

@@ -6,17 +6,13 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import InvalidArgumentError, WaitTimeoutError, deadline, testing
+from hpcaccum import InvalidArgumentError, deadline, testing
 
 from .acting import VAIN, WAIT, until
+from .test_waiting_for_updates import in_vain_fixture  # noqa: F401
 from .training import ONE_SIDED, WRAPPERS, Gate, gives, meet, raised, variable
 
 pytestmark = pytest.mark.any_size
-
-
-@pytest.fixture(params=ONE_SIDED)
-def kind(request):
-    return request.param
 
 
 @pytest.mark.parametrize("slow", [False, True])
@@ -42,6 +38,7 @@ def test_centers_of_several_variables_are_of_one_step(comm, rank, size, slow):
     assert [array[0] for array in opt.center(variables)] == expected
 
 
+@pytest.mark.parametrize("kind", ONE_SIDED)
 def test_the_center_of_an_unknown_variable_is_refused(comm, kind):
     w = variable()
     with ONE_SIDED[kind](hpc.SGD(1), [w], comm) as opt:
@@ -122,6 +119,7 @@ def test_updates_wait_while_they_are_paused(comm, rank, size):
     assert opt.global_step == 2 * size - 1
 
 
+@pytest.mark.parametrize("kind", ONE_SIDED)
 def test_a_call_that_would_wait_for_a_paused_update_is_refused(comm, kind, rank):
     w = variable()
     opt = ONE_SIDED[kind](hpc.SGD(1), [w], comm)
@@ -161,7 +159,7 @@ def test_an_update_may_read_what_it_changes(comm, rank):
         assert seen == [(0, 0.0, None), (1, -1.0, 1.0)]
 
 
-def test_a_read_that_waits_too_long_names_what_it_waits_for(comm, rank, monkeypatch):
+def test_a_read_that_waits_too_long_names_what_it_waits_for(comm, rank, in_vain):
     w, begun, go = variable(), threading.Event(), threading.Event()
 
     def update():
@@ -174,12 +172,9 @@ def test_a_read_that_waits_too_long_names_what_it_waits_for(comm, rank, monkeypa
         if rank == 0:
             testing.push(opt, {"w": np.ones(())}, 0)
             assert begun.wait(WAIT)
-            with monkeypatch.context() as patch:
-                patch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
-                error = raised(opt.paused().__enter__)
+            message = in_vain(opt.paused().__enter__)
             go.set()
-            assert type(error) is WaitTimeoutError
-            assert "for an update of this rank to end" in str(error)
+            assert "for an update of this rank to end" in message
             with opt.paused() as step:
                 assert opt.center(w) == -step
 

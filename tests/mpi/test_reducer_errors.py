@@ -1,15 +1,25 @@
 """Reducer: every way in which ranks can disagree, and the errors on all of them."""
 
+import itertools
 import re
 import time
 
 import numpy as np
 import pytest
 
-from hpcaccum import DisagreementError, InvalidArgumentError, Layout, Reducer
+import hpcaccum as hpc
+from hpcaccum import (
+    DisagreementError,
+    InvalidArgumentError,
+    Layout,
+    Reducer,
+    group_of,
+)
+from hpcaccum.mpi.job import process
 
 from ..common import every_pair
-from .reducing import EACH, ONES, SCHEDULES, SHAPES, Maker, works
+from .acting import everywhere
+from .reducing import EACH, ONES, SCHEDULES, SHAPES, Maker, made_up, works
 from .training import raised
 
 pytestmark = pytest.mark.any_size
@@ -237,23 +247,13 @@ def test_an_array_that_only_some_contribute_is_an_error_on_all(maker, rank, size
 
 
 def pairs_of_sets(number):
-    """Pairs of different sets of so many names, whose numbers have much in common."""
-    every = set(range(number))
-    found = [({k, k + 1}, {k + 24}) for k in range(0, number - 24, 7)]
-    for k in {0, number // 2, number - 1}:
-        found += [
-            ({k}, {(k + 1) % number}),
-            (every, every - {k}),
-            ({k}, every - {k}),
-            (set(range(k)), set(range(1, k + 1))),
-        ]
-    random = np.random.default_rng(number)
-    found += [
-        tuple(set(np.flatnonzero(random.random(number) < part)) for part in parts)
-        for parts in random.random((5, 2))
-    ]
-    found = [pair for pair in found if all(pair)]
-    return [(a, b) for a, b in found if a != b and a | b <= every]
+    """Return pairs of different sets of so many names."""
+    every, random = set(range(number)), np.random.default_rng(number)
+    drawn = [set(np.flatnonzero(random.random(number) < 0.5)) for _ in range(12)]
+    found = [*itertools.pairwise(drawn)]
+    for k in (0, number - 1):
+        found += [(every, every - {k}), ({k}, {(k + 1) % number})]
+    return [(a, b) for a, b in found if a and b and a != b]
 
 
 @pytest.mark.ranks(min=2)
@@ -373,3 +373,70 @@ def test_a_failure_of_one_rank_is_raised_on_all(maker, rank, size, which, others
         assert f"rank {failing}" in str(error)
         assert "no" in str(error)
     works(reducer, size)
+
+
+# What on_loss="shrink" does not allow
+
+
+@pytest.fixture
+def one_node(comm):
+    if not group_of(comm).single_node:
+        pytest.skip("the ranks do not share memory")
+    return comm
+
+
+def optimizer(comm, **options):
+    return hpc.CrossShardOptimizer(hpc.SGD(1.0), comm=comm, on_loss="shrink", **options)
+
+
+def reducer(comm, **options):
+    layout = Layout({"a": (3,)}, "float32")
+    return Reducer(layout, comm, on_loss="shrink", **options)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("make", [optimizer, reducer])
+@pytest.mark.parametrize("schedule", ["flat", "hierarchical", "nccl"])
+def test_other_schedules_are_refused(comm, make, schedule):
+    error = raised(make, comm, schedule=schedule)
+
+    assert isinstance(error, InvalidArgumentError)
+    assert f"is for schedule 'auto' or 'shared', not '{schedule}'" in str(error)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("make", [optimizer, reducer])
+def test_several_nodes_are_refused(comm, make):
+    group = group_of(comm)
+    if group.single_node:
+        group = made_up(comm, "halves")
+    error = raised(make, group)
+
+    assert isinstance(error, InvalidArgumentError)
+    assert "needs all ranks on one node, they are on " in str(error)
+
+
+@pytest.mark.ranks(min=2)
+def test_ranks_that_do_not_see_each_other_are_refused(one_node, rank, monkeypatch):
+    # A process of another container.
+    own = process.Process.own()._replace(started="?" if rank == 0 else "")
+    monkeypatch.setattr(process.Process, "own", lambda: own)
+    other = one_node.Dup()
+    error = raised(optimizer, other)
+    other.Free()
+
+    assert "needs ranks that see each other's processes" in str(error)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("kind", ["sparse", "device"])
+def test_variables_that_are_sparse_or_on_a_device_are_refused(one_node, request, kind):
+    w = hpc.Variable(np.zeros((4, 2)), "w", sparse=kind == "sparse")
+    if kind == "device":
+        w = hpc.Variable(request.getfixturevalue("cp").zeros(3, np.float32), "w")
+    opt = optimizer(one_node)
+    error = raised(opt.initialize, [w])
+
+    assert isinstance(error, InvalidArgumentError)
+    assert "'shrink' is not for variables that are on a device, or sparse" in str(error)
+    everywhere(opt.free)

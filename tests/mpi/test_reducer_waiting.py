@@ -105,18 +105,6 @@ def test_a_rank_that_does_not_arrive_is_named(comm, maker, rank, size, which, ca
         assert "reduction 2 was ended by an exception" in str(again)
 
 
-@EACH
-@pytest.mark.ranks(min=3)
-def test_only_late_ranks_are_named(comm, maker, rank, size):
-    reducer = maker(SHAPES)
-    ways = [copying, in_place, starting]
-    ways[rank % 3](reducer)
-    error = missed_by(1, comm, ways[rank % 3], reducer)
-
-    if rank != 1:
-        assert f"for rank 1 of {size} to make" in str(error)
-
-
 @pytest.mark.ranks(min=3)
 @pytest.mark.parametrize("kind", ["hierarchical", "flat"])
 def test_inputs_of_a_call_that_was_given_up_are_not_in_later_sums(

@@ -8,6 +8,7 @@ from hpcaccum import testing
 from hpcaccum.nodes import Agent
 
 from .acting import at, interrupted, meet, same_bits
+from .test_servers import dedicated
 from .training import gives, raised
 
 COUNT = 300
@@ -44,14 +45,7 @@ def test_a_server_goes_on_after_an_interrupted_wait(comm, rank, size):
 
 @pytest.mark.parametrize("which", [0, -1])
 def test_several_servers_go_on_after_an_interrupted_wait(group, which):
-    servers = [ranks[0] for ranks in group.nodes]
-    if len(servers) == group.size:
-        pytest.skip("no rank is left to train")
-    var, workers = hpc.Variable(np.zeros(COUNT), "w"), group.size - len(servers)
-    opt = hpc.SyncReplicasOptimizer(
-        hpc.Momentum(1.0, 0.5), workers, comm=group, servers=servers, dedicated=True
-    )
-    opt.initialize([var])
+    var, opt, servers = dedicated(group, hpc.Momentum(1.0, 0.5))
     meet()
     if group.rank == servers[which]:
         interrupted(opt.serve)

@@ -6,16 +6,13 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import (
-    InvalidArgumentError,
-    WaitTimeoutError,
-    testing,
-)
+from hpcaccum import InvalidArgumentError, testing
 from hpcaccum.errors import format_ranks
 from hpcaccum.mpi.job.runtime import MPI
 
-from .acting import VAIN, meet, same_bits, until
+from .acting import meet, same_bits, until
 from .on_nodes import leads, named
+from .test_waiting_for_updates import in_vain_fixture  # noqa: F401
 from .training import ONE_SIDED, RULES, drawn, gives, raised, several, turns
 
 
@@ -272,33 +269,26 @@ def dedicated(group, rule):
     return var, opt, servers
 
 
-def test_servers_may_only_serve(group):
-    var, opt, _ = dedicated(group, hpc.SGD(1.0))
+@pytest.mark.parametrize("calls", [True, False], ids=["serve", "free"])
+def test_servers_may_only_serve(group, calls):
+    """They do so at the end if they do not call serve()."""
+    var, opt, servers = dedicated(group, hpc.SGD(1.0))
     if leads(group):
         assert "does not train" in str(raised(opt.minimize, gives(np.ones(300))))
-        opt.serve()
-        assert (var.value == -5).all()
+        if calls:
+            opt.serve()
+            assert (var.value == -5).all()
     else:
-        rank, those = group.rank, hpc.errors.format_ranks(leaders(group))
         error = str(raised(opt.serve))
-        assert f"rank {rank} is not a server ({those} " in error
+        assert f"rank {group.rank} is not a server ({format_ranks(servers)} " in error
         assert error.endswith("); it must train")
         for _ in range(5):
             opt.minimize(gives(np.ones(300)))
-        opt.leave()
-    meet()
+        if calls:
+            opt.leave()
+    if calls:
+        meet()
     opt.free()
-    assert (var.value == -5).all()
-    assert opt.global_step == 5
-
-
-def test_servers_that_do_not_call_serve_do_so_at_the_end(group):
-    var, opt, _ = dedicated(group, hpc.SGD(1.0))
-    if not leads(group):
-        for _ in range(5):
-            opt.minimize(gives(np.ones(300)))
-    opt.free()
-
     assert (var.value == -5).all()
     assert opt.global_step == 5
 
@@ -315,7 +305,8 @@ def test_memory_is_divided(group):
     assert slots <= 1.1 * share if leads(group) else slots == 0
 
 
-def test_auto_is_one_rank_of_each_node_for_large_variables(group):
+def test_auto_is_one_rank_of_each_node_for_large_variables(group, caplog):
+    caplog.set_level("INFO", logger="hpcaccum")
     for size, rule, expected in (
         (1 << 17, hpc.SGD(1.0), leaders(group)),
         (1 << 17, Normed("normed"), [0]),
@@ -323,8 +314,10 @@ def test_auto_is_one_rank_of_each_node_for_large_variables(group):
     ):
         var = hpc.Variable(np.zeros(size, np.float64), "w")
         opt = hpc.SyncReplicasOptimizer(rule, group.size, comm=group, servers="auto")
+        caplog.clear()
         opt.initialize([var])
-        assert testing.servers(opt) == tuple(expected)
+        assert f", servers={tuple(expected)!r}, name=" in repr(opt)
+        assert caplog.messages == [repr(opt)] * (group.rank == 0)
         opt.free()
 
 
@@ -365,17 +358,14 @@ def test_without_threads_several_servers_are_refused(group, monkeypatch):
         assert "dedicated" not in str(error)
 
 
-def test_a_server_that_does_not_serve_is_named(group, monkeypatch):
+def test_a_server_that_does_not_serve_is_named(group, in_vain):
     var, opt, servers = dedicated(group, hpc.SGD(1.0))
     late = servers[-1]
     if group.rank in servers and group.rank != late:
         opt.serve()
     elif group.rank != late:
-        with monkeypatch.context() as patch:
-            patch.setenv("HPCACCUM_TIMEOUT", "0.2")
-            error = raised(opt.minimize, gives(np.ones(300)))
-        assert type(error) is WaitTimeoutError
-        assert f"update 1 by rank {late}, servers of {named(late)}" in str(error)
+        message = in_vain(opt.minimize, gives(np.ones(300)), seconds=0.2)
+        assert f"update 1 by rank {late}, servers of {named(late)}" in message
         opt.leave()
     else:
         time.sleep(0.6)
@@ -386,7 +376,7 @@ def test_a_server_that_does_not_serve_is_named(group, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["sync", "single"])
-def test_servers_are_not_among_the_missing_ranks(group, kind, monkeypatch):
+def test_servers_are_not_among_the_missing_ranks(group, kind, in_vain):
     servers = leaders(group)
     workers = [rank for rank in range(group.size) if rank not in servers]
     if not workers:
@@ -400,25 +390,21 @@ def test_servers_are_not_among_the_missing_ranks(group, kind, monkeypatch):
     opt.initialize([var])
     meet()
     if group.rank == workers[0]:
-        with monkeypatch.context() as patch:
-            patch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
-            error = raised(testing.wait_for, opt, 1)
-        assert f"from {format_ranks(workers)}" in str(error)
+        message = in_vain(testing.wait_for, opt, 1)
+        assert f"from {format_ranks(workers)}" in message
     meet()
     opt.serve() if group.rank in servers else opt.leave()
     meet()
     opt.free()
 
 
-def test_a_wait_that_was_given_up_is_ended_by_free(group, monkeypatch):
+def test_a_wait_that_was_given_up_is_ended_by_free(group, in_vain):
     var = hpc.Variable(np.zeros(300), "w")
     opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), 2, comm=group, servers=leaders(group))
     opt.initialize([var])
     if group.rank == group.size - 1:
-        with monkeypatch.context() as patch:
-            patch.setenv("HPCACCUM_TIMEOUT", "0.2")
-            error = raised(opt.minimize, gives(np.ones(300)))
-        assert "waits for 2 gradients at step 0, had 1" in str(error)
+        message = in_vain(opt.minimize, gives(np.ones(300)), seconds=0.2)
+        assert "waits for 2 gradients at step 0, had 1" in message
     meet()
     opt.free()
     # One gradient is the mean of those that remain.

@@ -10,12 +10,12 @@ from hpcaccum import testing
 
 from ..common import same_bits
 from ..lazy_rules import MAKERS, LazyRule
+from .test_sparse_server import INVALID, ROW, ROWS, table
 from .training import gives, meet, raised, turns, variable
 
 pytestmark = pytest.mark.any_size
 
-ROWS, OFTEN, ROW = 400, 10, (2, 3)
-INVALID = hpc.InvalidArgumentError
+OFTEN = 10
 
 
 @pytest.fixture
@@ -30,11 +30,6 @@ def make(comm, keep):
         return keep(hpc.AGNOptimizer(inner, 1, getter, period, **options))
 
     return one
-
-
-def table(dtype="f8", name="w", **options):
-    value = np.zeros((ROWS, *ROW), dtype)
-    return hpc.Variable(value, name, **{"sparse": True, **options})
 
 
 def drawn(rank, call, dtype="f8", number=8):
@@ -205,29 +200,6 @@ def test_the_sum_has_room_for_the_rows_of_a_period(make, rank, size):
     assert opt.global_step == 3 * size
 
 
-WRONG = {
-    "array": (np.zeros((ROWS, *ROW)), TypeError, "must be an IndexedSlices"),
-    "row": (rows(ROWS), INVALID, f"indices must be in 0 to {ROWS - 1}, got {ROWS}"),
-    "many": (rows(*range(8), 0), INVALID, "'w' has 8 different rows, at most 7 can"),
-}
-
-
-@pytest.mark.parametrize("problem", WRONG)
-def test_a_wrong_gradient_changes_nothing(make, rank, size, problem):
-    wrong, error, text = WRONG[problem]
-    w, b = table(capacity=7), variable(np.zeros(1), name="b")
-    opt = make(2, [w, b])
-    opt.initialize()
-    opt.minimize(gives(rows(1), np.ones(1)))
-    if rank == size - 1:
-        with pytest.raises(error, match=text):
-            opt.minimize(gives(wrong, np.ones(1)))
-    assert w.value[1, 0, 0] == b.value == -1
-    opt.minimize(gives(rows(1), np.ones(1)))
-    opt.free()
-    assert w.value[1, 0, 0] == b.value == -size
-
-
 def test_init_op_takes_the_center_and_forgets_the_sums(make, rank, size):
     w = table()
     opt = make(2, [w])
@@ -244,26 +216,6 @@ def test_init_op_takes_the_center_and_forgets_the_sums(make, rank, size):
     found = turns(range(size), act)
     # Only the second gradient of each is pushed, as half of a sum.
     assert found == [([0, -n, 0, 0], [0, -n - 1, 0, 0]) for n in range(size)]
-
-
-def test_a_run_continues_from_a_snapshot(make, rank, size):
-    first, second = table(), table()
-    opt = make(2, [first], hpc.Adagrad(0.5))
-    opt.initialize()
-
-    def act(opt, calls):
-        for call in calls:
-            opt.minimize(gives(drawn(rank, call)))
-
-    turns(range(size), lambda _: act(opt, range(2)))
-    snapshot = opt.snapshot() if rank == 0 else None
-    other = make(2, [second], hpc.Adagrad(0.5), name="other")
-    other.restore(snapshot)
-    same_bits(second.value, opt.center(first))
-    meet()
-    for each in (opt, other):
-        turns(range(size), lambda _, each=each: act(each, range(2, 4)))
-    same_bits(opt.center(first), other.center(second))
 
 
 def test_a_getter_makes_sparse_variables(comm, rank, size):

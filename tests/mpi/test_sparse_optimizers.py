@@ -10,7 +10,6 @@ import hpcaccum as hpc
 from hpcaccum import Reduction
 from hpcaccum.rows import exchange as row_exchange
 
-from ..common import every_pair
 from .acting import meet, same_bits
 from .training import ONE_SIDED, gives, raised, variable
 
@@ -51,30 +50,36 @@ def slices_of(rank, step=0, dtype="f8"):
     return hpc.IndexedSlices(values, rng.integers(0, ROWS - 1, number))
 
 
-def sum_of(ranks, step=0):
+def sum_of(ranks, step=0, weights=(1.0,) * 9):
     """Return the sum of whole gradients, by the plain line of NumPy."""
     total = np.zeros((ROWS, *ROW))
     for rank in ranks:
         slices = slices_of(rank, step)
-        np.add.at(total, slices.indices, slices.values)
+        np.add.at(total, slices.indices, weights[rank] * slices.values)
     return total
 
 
-@pytest.mark.parametrize(
-    ("reduction", "halves", "dtype"),
-    every_pair([Reduction.MEAN, Reduction.SUM], [False, True], ["f4", "f8"]),
-)
-def test_sum_is_that_of_whole_gradients(make, rank, size, reduction, halves, dtype):
+def in_one_call(opt, w, slices, **options):
+    return opt.minimize(gives(slices), var_list=[w], **options)
+
+
+def in_two_calls(opt, w, slices, **options):
+    pairs = opt.compute_gradients(gives(slices), [w])
+    return opt.apply_gradients(pairs, **options)
+
+
+EACH_WAY = pytest.mark.parametrize("update", [in_one_call, in_two_calls])
+
+
+@EACH_WAY
+@pytest.mark.parametrize("reduction", [Reduction.MEAN, Reduction.SUM])
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_sum_is_that_of_whole_gradients(make, rank, size, reduction, update, dtype):
     w, opt, expected = table(dtype), make(None, reduction), np.zeros((ROWS, *ROW))
-    for step in range(3):
-        loss = gives(slices_of(rank, step, dtype))
-        if halves:
-            pairs = opt.compute_gradients(loss, [w])
-            opt.apply_gradients(pairs)
-        else:
-            opt.minimize(loss, var_list=[w])
-        mean = size if reduction == Reduction.MEAN else 1
-        expected -= sum_of(range(size), step) / mean
+    for step, weights in enumerate([(1.0,) * 4, (32.0, 8.0, 0.5, 2.0), (3.0,) * 4]):
+        update(opt, w, slices_of(rank, step, dtype), weight=weights[rank])
+        mean = sum(weights[:size]) if reduction == Reduction.MEAN else 1
+        expected -= sum_of(range(size), step, weights) / mean
 
     np.testing.assert_allclose(w.value, expected, rtol=1e-6, atol=1e-5)
     assert len(set(meet(w.value.tobytes()))) == 1
@@ -123,15 +128,11 @@ def test_shard_groups_sum_their_own_rows(make, rank, size):
     np.testing.assert_allclose(w.value, -sum_of(mine))
 
 
-@pytest.mark.parametrize("halves", [False, True])
-def test_mean_is_over_the_ranks_that_remain(make, rank, size, halves):
+@EACH_WAY
+def test_mean_is_over_the_ranks_that_remain(make, rank, size, update):
     w, opt, expected = table(), make(), np.zeros((ROWS, *ROW))
     for step in range(rank + 1):
-        loss = gives(slices_of(rank, step))
-        if halves:
-            opt.apply_gradients(opt.compute_gradients(loss, [w]))
-        else:
-            opt.minimize(loss, var_list=[w])
+        update(opt, w, slices_of(rank, step))
     opt.leave()
     opt.free()
     for step in range(size):
@@ -140,18 +141,14 @@ def test_mean_is_over_the_ranks_that_remain(make, rank, size, halves):
     np.testing.assert_allclose(w.value, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("halves", [False, True])
-def test_rows_that_are_not_finite_are_dropped(make, rank, size, halves):
+@EACH_WAY
+def test_rows_that_are_not_finite_are_dropped(make, rank, size, update):
     w, opt = table(), make(on_nonfinite="drop")
     # All ranks have rows.
     slices = slices_of(rank + 2)
     if rank == 0:
         slices.values[2] = np.nan
-    loss = gives(slices)
-    if halves:
-        receipt = opt.apply_gradients(opt.compute_gradients(loss, [w]))
-    else:
-        receipt = opt.minimize(loss, var_list=[w])
+    receipt = update(opt, w, slices)
 
     assert (receipt.accepted, receipt.nonfinite) == (rank > 0, rank == 0)
     expected = sum_of(range(3, size + 2)) / max(1, size - 1)
@@ -328,21 +325,19 @@ def test_slices_of_sparse_variables_may_be_on_a_device(
         values = size * random.integers(-9, 9, (indices.size, *ROW))
         return indices, values.astype(np.float32)
 
-    def loss():
+    def mine():
         indices, values = gradient(rank)
-        return 0.0, [hpc.IndexedSlices(cp.asarray(values), cp.asarray(indices))]
+        return hpc.IndexedSlices(cp.asarray(values), cp.asarray(indices))
 
     w, expected = table("f4"), np.zeros((ROWS, *ROW), np.float32)
     opt = make(on_nonfinite=on_nonfinite)
     for step in range(4):
-        if step % 2:
-            opt.minimize(loss, var_list=[w])
-        else:
-            opt.apply_gradients(opt.compute_gradients(loss, [w]))
+        (in_one_call if step % 2 else in_two_calls)(opt, w, mine())
         for of in range(size):
             indices, values = gradient(of)
             np.add.at(expected, indices, -values / np.float32(size))
         np.testing.assert_array_equal(w.value, expected)
-    clipped, norm = hpc.clip_by_global_norm(opt.compute_gradients(loss, [w]), 1e-3)
+    pairs = opt.compute_gradients(gives(mine()), [w])
+    clipped, norm = hpc.clip_by_global_norm(pairs, 1e-3)
     assert norm > 1e-3
     opt.apply_gradients(clipped)

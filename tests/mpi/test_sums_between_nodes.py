@@ -131,18 +131,6 @@ def test_sum_that_was_given_up_does_not_disturb_the_next(
     same_bits(at(0, take, acc), mean(group, range(size), seed=1))
 
 
-def test_memory_is_freed_after_a_sum_that_was_given_up(make, held, group, rank, size):
-    acc = ConditionalAccumulator("f8", (COUNT,), comm=group)
-    everywhere(apply, acc, rank)
-    with held, pytest.raises(WaitTimeoutError):
-        at(0, acc.take_grad, 1, timeout=VAIN)
-    acc.free()
-    # What it took is reused.
-    again = make()
-    everywhere(apply, again, rank, seed=1)
-    same_bits(at(-1, take, again), mean(group, range(size), seed=1))
-
-
 def test_the_agent_of_the_own_node_is_named_if_it_does_nothing(make, held, group, rank):
     acc, last = make(), group.nodes[-1]
     at(0, apply, acc, 0)

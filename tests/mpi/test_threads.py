@@ -5,19 +5,20 @@ while it waits for the same thread of another rank.
 """
 
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum.mpi import Freeable, Group
 from hpcaccum.mpi.job import shutdown
 from hpcaccum.mpi.memory import windows
 from hpcaccum.mpi.talk.creation import alone
 
 from .acting import meet
 from .reducing import made_up
+from .training import WRAPPERS
 
 pytestmark = [pytest.mark.ranks(min=2), pytest.mark.own_comm, pytest.mark.any_size]
 
@@ -56,36 +57,30 @@ def sparse(comm):
     return acc
 
 
-def reducer(schedule):
-    def make(comm):
-        made = hpc.Reducer(hpc.Layout({"x": (300,)}, "f4"), comm, schedule=schedule)
-        assert (made.reduce({"x": np.full(300, 2, "f4")})["x"] == 2).all()
-        return made
-
-    return make
+def reducer(schedule, comm):
+    made = hpc.Reducer(hpc.Layout({"x": (300,)}, "f4"), comm, schedule=schedule)
+    assert (made.reduce({"x": np.full(300, 2, "f4")})["x"] == 2).all()
+    return made
 
 
-def optimizer(kind, *args):
-    def make(comm):
-        w = hpc.Variable(np.zeros(300), "w")
-        opt = kind(hpc.SGD(0.1), *args, comm=comm)
-        opt.initialize([w])
-        for _ in range(2):
-            opt.minimize(lambda: (1.0, [w.value - 1]))
-        return opt
-
-    return make
+def optimizer(kind, comm):
+    w = hpc.Variable(np.zeros(300), "w")
+    opt = WRAPPERS[kind](hpc.SGD(0.1), [w], comm)
+    opt.initialize([w])
+    for _ in range(2):
+        opt.minimize(lambda: (1.0, [w.value - 1]))
+    return opt
 
 
 KINDS = [
     accumulator,
-    reducer("flat"),
-    optimizer(hpc.CrossShardOptimizer),
-    optimizer(hpc.AGNOptimizer),
+    partial(reducer, "flat"),
+    partial(optimizer, "CrossShard"),
+    partial(optimizer, "AGN"),
     sparse,
-    optimizer(hpc.SyncReplicasOptimizer, 1),
-    reducer("hierarchical"),
-    optimizer(hpc.DropStaleGradientOptimizer, 8),
+    partial(optimizer, "SyncReplicas"),
+    partial(reducer, "hierarchical"),
+    partial(optimizer, "DropStale"),
 ]
 
 
@@ -124,31 +119,6 @@ def test_each_thread_has_objects_of_its_own(comm, rank, size, own_end, nodes, en
     meet()
     shutdown._close_all()
     assert not shutdown.count_open()
-
-
-class Meeting(Freeable):
-    """An object that all ranks free together."""
-
-    def __init__(self, group):
-        self._group = group
-        self._register(group, group.label("meeting"))
-
-    def _free(self):
-        self._group.allgather(None, "free")
-
-
-def test_at_the_end_all_ranks_free_what_threads_made_in_one_order(comm, rank, own_end):
-    groups = [Group(comm.Dup()) for _ in range(3)]
-    parts = [group.inside for group in groups]
-    # As if a thread had made those of each group, on each rank at another time.
-    for place in range(3):
-        at = (place + rank) % 3
-        Meeting(groups[at])
-        Meeting(parts[at])
-        Meeting(groups[at])
-    shutdown._close_all()
-    for group in groups:
-        group.free()
 
 
 def test_what_must_be_alone_waits_for_no_thread_that_has_not_come(comm, rank):

@@ -7,6 +7,7 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import WaitTimeoutError, testing
+from hpcaccum.errors import format_ranks
 
 from .acting import VAIN, WAIT, Background, interrupted, until
 from .training import ONE_SIDED, Gate, gives, meet, raised, variable
@@ -14,14 +15,14 @@ from .training import ONE_SIDED, Gate, gives, meet, raised, variable
 pytestmark = pytest.mark.any_size
 
 
-@pytest.fixture
-def in_vain(monkeypatch):
+@pytest.fixture(name="in_vain")
+def in_vain_fixture(monkeypatch):
     """Return a function that makes a call time out, and returns the message."""
 
     def call(do, *args, seconds=VAIN, **kwargs):
-        monkeypatch.setenv("HPCACCUM_TIMEOUT", str(seconds))
-        error = raised(do, *args, **kwargs)
-        monkeypatch.setenv("HPCACCUM_TIMEOUT", str(WAIT))
+        with monkeypatch.context() as patch:
+            patch.setenv("HPCACCUM_TIMEOUT", str(seconds))
+            error = raised(do, *args, **kwargs)
         assert type(error) is WaitTimeoutError
         return str(error)
 
@@ -36,12 +37,6 @@ def push_in_vain(opt, step, brings, in_vain):
     message = in_vain(testing.wait_for, opt, step + 1) if brings else ""
     meet()
     return message
-
-
-def ranks(*numbers):
-    return f"rank{'s' * (numbers[0] < numbers[-1])} " + "-".join(
-        map(str, sorted({numbers[0], numbers[-1]}))
-    )
 
 
 @pytest.mark.ranks(min=2)
@@ -144,7 +139,7 @@ def test_a_gradient_that_was_admitted_and_not_written_is_reported(
         meet()
         if write is not None:
             write()
-    everybody = ranks(*range(size))
+    everybody = format_ranks(range(size))
     assert f"one of {everybody}, whose gradient was admitted, to write it" in message
     assert opt.global_step == 1
 
@@ -156,7 +151,7 @@ def test_a_gradient_that_no_rank_submits_is_reported(comm, rank, size, in_vain):
         opt.initialize([w])
         message = in_vain(testing.wait_for, opt, 1)
         meet()
-    assert f"a gradient, which may come from {ranks(*range(size))}" in message
+    assert f"a gradient, which may come from {format_ranks(range(size))}" in message
 
 
 def test_a_last_update_that_takes_too_long_is_named(comm, rank, monkeypatch):

@@ -7,7 +7,7 @@ import hpcaccum as hpc
 
 from .. import naive
 from ..common import same_bits
-from .training import ONE_SIDED, WRAPPERS, gives, meet, raised, turns, variable
+from .training import WRAPPERS, gives, meet, raised, variable
 
 WEIGHTS = (32.0, 8.0, 0.5, 2.0)
 STEPS = 3
@@ -15,7 +15,7 @@ STEPS = 3
 
 def drawn(rank, step):
     rng = np.random.default_rng([rank, step])
-    return {"w": rng.integers(-16, 17, 5).astype(np.float64)}
+    return rng.integers(-16, 17, 5).astype(np.float64)
 
 
 # Batches of different length
@@ -44,10 +44,11 @@ def of_one_process(size):
     return w
 
 
-def check_batches(comm, rank, size, name):
-    """Compare steps with batches of different length with those of one process."""
+@pytest.mark.own_comm
+@pytest.mark.parametrize("name", ["CrossShard", "SyncReplicas"])
+def test_batches_of_different_length_are_as_one(group, rank, size, name):
     w, data = variable(np.zeros(3)), batches(size)[rank]
-    with WRAPPERS[name](hpc.SGD(0.1), [w], comm) as opt:
+    with WRAPPERS[name](hpc.SGD(0.1), [w], group) as opt:
         for _ in range(STEPS):
             opt.minimize(
                 lambda: (0.0, [gradient(w.value, data)]),
@@ -55,18 +56,6 @@ def check_batches(comm, rank, size, name):
                 weight=len(data[1]),
             )
     np.testing.assert_allclose(w.value, of_one_process(size), 1e-12)
-
-
-@pytest.mark.own_comm
-@pytest.mark.parametrize("name", ["CrossShard", "SyncReplicas"])
-def test_batches_of_different_length_are_as_one(comm, rank, size, name):
-    check_batches(comm, rank, size, name)
-
-
-@pytest.mark.own_comm
-@pytest.mark.parametrize("name", ["CrossShard", "SyncReplicas"])
-def test_they_are_as_one_on_several_nodes(group, rank, size, name):
-    check_batches(group, rank, size, name)
 
 
 # CrossShard
@@ -88,117 +77,32 @@ def test_cross_shard_updates_with_the_weighted_mean(comm, rank, size, step, redu
     expected = np.zeros(5)
     with hpc.CrossShardOptimizer(hpc.SGD(1), reduction, comm=comm) as opt:
         for call in range(STEPS):
-            assert step(opt, w, drawn(rank, call)["w"], WEIGHTS[rank])
-            parts = [drawn(each, call)["w"] for each in range(size)]
+            assert step(opt, w, drawn(rank, call), WEIGHTS[rank])
+            parts = [drawn(each, call) for each in range(size)]
             expected -= naive.allreduce(parts, kind, WEIGHTS[:size])
             np.testing.assert_allclose(w.value, expected, 1e-13)
 
 
-@pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("step", [in_one_call, in_two_calls])
-def test_a_gradient_that_is_dropped_has_no_weight(comm, rank, size, step):
+# What is no weight
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_what_is_no_weight_is_refused(comm, rank, name):
     w = variable(np.zeros(5))
-    options = {"on_nonfinite": "drop", "comm": comm}
-    with hpc.CrossShardOptimizer(hpc.SGD(1), **options) as opt:
-        grad = drawn(rank, 0)["w"] if rank else np.full(5, np.nan)
-        step(opt, w, grad, WEIGHTS[rank])
-        parts = [drawn(each, 0)["w"] for each in range(1, size)]
-        expected = -naive.allreduce(parts, weights=WEIGHTS[1:size])
-        np.testing.assert_allclose(w.value, expected, 1e-13)
-
-
-@pytest.mark.parametrize("step", [in_one_call, in_two_calls])
-@pytest.mark.parametrize("rows", [3, 200])
-def test_rows_count_with_the_weight_of_their_rank(comm, rank, size, step, rows):
-    w = hpc.Variable(np.zeros((rows + 1, 2)), "w", sparse=True)
-    with hpc.CrossShardOptimizer(hpc.SGD(1), comm=comm) as opt:
-        for _ in range(2):
-            values = np.full((rank + rows - 2, 2), 2.0**rank)
-            grad = hpc.IndexedSlices(values, np.arange(len(values)), w.shape)
-            step(opt, w, grad, WEIGHTS[rank])
-    expected = np.zeros(rows + 1)
-    for each in range(size):
-        expected[: each + rows - 2] -= 2 * WEIGHTS[each] * 2.0**each
-    np.testing.assert_allclose(w.value[:, 1], expected / sum(WEIGHTS[:size]), 1e-13)
-
-
-@pytest.mark.parametrize("weight", [0, np.nan, "1", True])
-def test_what_is_no_weight_is_an_error_of_all_ranks(comm, rank, weight):
-    w = variable(np.zeros(5))
-    with hpc.CrossShardOptimizer(hpc.SGD(1), comm=comm) as opt:
+    with WRAPPERS[name](hpc.SGD(1), [w], comm) as opt:
         opt.initialize([w])
-        mine = 2.0 if rank else weight
-        error = raised(opt.minimize, gives(np.ones(5)), weight=mine)
-        assert isinstance(error, hpc.InvalidArgumentError)
-        assert "weight must be a finite number above 0" in str(error)
-        opt.minimize(gives(np.ones(5)), weight=2)
-        same_bits(w.value, -np.ones(5))
-
-
-# With a server
-
-
-@pytest.mark.parametrize("sparse", [False, True])
-def test_sync_replicas_updates_with_the_weighted_mean(comm, rank, size, sparse):
-    w = hpc.Variable(np.zeros((5, 1)), "w", sparse=sparse)
-    server = naive.SyncReplicas({"w": np.zeros((5, 1))}, naive.Momentum(1), size)
-    with hpc.SyncReplicasOptimizer(hpc.SGD(1), size, comm=comm) as opt:
-        opt.initialize([w])
-        for call in range(STEPS):
-            grad = drawn(rank, call)["w"][:, None]
-            if sparse:
-                grad = hpc.IndexedSlices(grad, np.arange(5), w.shape)
-            assert opt.minimize(gives(grad), weight=WEIGHTS[rank])
-            for each in range(size):
-                given = {"w": drawn(each, call)["w"][:, None]}
-                assert server.push(given, call, WEIGHTS[each])
-            np.testing.assert_allclose(w.value, server.values["w"], 1e-13)
-
-
-def test_a_variable_without_a_gradient_has_no_weight(comm, rank, size):
-    both = [variable(np.zeros(2), name=name) for name in "ab"]
-    with hpc.SyncReplicasOptimizer(hpc.SGD(1), size, comm=comm) as opt:
-        opt.initialize(both)
-        grads = [np.full(2, 2.0), np.full(2, 2.0) if rank == 0 else None]
-        opt.minimize(gives(*grads), weight=WEIGHTS[rank])
-        for var in both:
-            np.testing.assert_allclose(var.value, -2.0)
-
-
-@pytest.mark.parametrize("name", ["DropStale", "AGN"])
-def test_a_weight_multiplies_a_gradient_that_is_an_update(comm, rank, size, name):
-    w, start = variable(np.ones(5)), {"w": np.ones(5)}
-    server = naive.DropStale(start, naive.Momentum(0.5), 10**6)
-    workers = [naive.AGNWorker(server, naive.Momentum(0.5), 2) for _ in range(size)]
-    with ONE_SIDED[name](hpc.SGD(0.5), [w], comm) as opt:
-        opt.initialize([w])
-
-        def act(turn):
-            return opt.minimize(gives(drawn(rank, turn)["w"]), weight=WEIGHTS[rank])
-
-        order = [turn % size for turn in range(4 * size)]
-        receipts = turns(order, act)
-        for turn, each in enumerate(order):
-            if name == "AGN":
-                workers[each].step(drawn(each, turn), WEIGHTS[each])
-            else:
-                step = receipts[turn].local_step
-                assert server.push(drawn(each, turn), step, WEIGHTS[each])
-    np.testing.assert_allclose(w.value, server.values["w"], 1e-12)
-
-
-@pytest.mark.parametrize("name", ONE_SIDED)
-@pytest.mark.parametrize("weight", [0, np.inf, None, True])
-def test_what_is_no_weight_is_refused_on_this_rank(comm, name, weight):
-    w = variable(np.zeros(5))
-    with ONE_SIDED[name](hpc.SGD(1), [w], comm) as opt:
-        opt.initialize([w])
-        with pytest.raises(hpc.InvalidArgumentError, match="weight must be a finite"):
-            opt.minimize(gives(np.ones(5)), weight=weight)
+        for weight in (0, np.inf, "1", None, True):
+            # With CrossShard, that of one rank is an error on all.
+            mine = 2.0 if rank and name == "CrossShard" else weight
+            error = raised(opt.minimize, gives(np.ones(5)), weight=mine)
+            assert type(error) is hpc.InvalidArgumentError
+            assert "weight must be a finite number above 0" in str(error)
         meet()
-        assert opt.global_step == 0
-        assert sum(opt.statistics().accepted) == 0
+        assert opt.global_step == sum(opt.statistics().accepted) == 0
         meet()
+        if name == "CrossShard":
+            opt.minimize(gives(np.ones(5)), weight=2)
+            same_bits(w.value, -np.ones(5))
 
 
 def test_a_local_optimizer_has_no_weight():

@@ -238,40 +238,23 @@ def test_window_is_refused_where_mpi_can_make_no_communicator(comm, monkeypatch)
             words_of(group, 0, 8)
 
 
-class Windows:
-    """Counts the windows of words that are made and freed."""
-
-    def __init__(self, monkeypatch):
-        self.made, self.freed = [], []
-        allocate = atomic_words.allocate
-
-        def counted(group, root, nbytes, unit):
-            window = allocate(group, root, nbytes, unit)
-            self.made.append((root, nbytes))
-            return Freed(window, self.freed)
-
-        monkeypatch.setattr(atomic_words, "allocate", counted)
-
-
-class Freed:
-    """A window that notes when it is freed."""
-
-    def __init__(self, window, freed):
-        self._window, self._freed = window, freed
-
-    def __getattr__(self, name):
-        return getattr(self._window, name)
-
-    def Free(self):
-        self._window.Free()
-        self._freed.append(self)
-
-
 @pytest.fixture
 def windows(comm, monkeypatch):
+    """The windows of words that are made: root, bytes, and what is called."""
     if not group_of(comm).single_node:
         pytest.skip("words are those of a node")
-    return Windows(monkeypatch)
+    made, allocate = [], atomic_words.allocate
+
+    def watched(group, root, nbytes, unit):
+        made.append((root, nbytes, Spy(allocate(group, root, nbytes, unit))))
+        return made[-1][-1]
+
+    monkeypatch.setattr(atomic_words, "allocate", watched)
+    return made
+
+
+def freed(windows):
+    return sum("Free" in window.calls for *_, window in windows)
 
 
 def test_objects_with_words_on_one_rank_share_a_window(comm, size, windows):
@@ -288,10 +271,10 @@ def test_objects_with_words_on_one_rank_share_a_window(comm, size, windows):
         for words in made:
             words.free()
         # They are kept for later words.
-        assert [root for root, _ in windows.made] == roots, turn
-        assert not windows.freed
+        assert [root for root, *_ in windows] == roots, turn
+        assert not freed(windows)
     own.Free()
-    assert len(windows.freed) == len(roots)
+    assert freed(windows) == len(roots)
 
 
 def test_new_words_are_0_where_others_were_freed(comm, windows):
@@ -304,15 +287,15 @@ def test_new_words_are_0_where_others_were_freed(comm, windows):
         before = words.fetch_add(0, 1)
         assert 0 <= before < comm.size
         words.free()
-    assert len(windows.made) == 4
+    assert len(windows) == 4
     # The first one has a user; the last one is kept.
-    assert len(windows.freed) == 2
+    assert freed(windows) == 2
     others.write(0, 5) if comm.rank == 0 else None
     meet()
     assert others.read(0) == 5
     meet()
     others.free()
-    assert len(windows.freed) == 3
+    assert freed(windows) == 3
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -351,8 +334,8 @@ def test_words_that_have_no_room_get_a_window_of_their_own(comm, windows):
     at(0, many.write, 4999, 7)
 
     assert everywhere(many.read, 4999) == [7] * comm.size
-    assert [nbytes for _, nbytes in windows.made] == [4096 * 8, 5000 * 8]
+    assert [nbytes for _, nbytes, _ in windows] == [4096 * 8, 5000 * 8]
     meet()
     few.free()
-    assert len(windows.freed) == 1
+    assert freed(windows) == 1
     many.free()

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import DisagreementError, InvalidArgumentError, group_of, testing
+from hpcaccum import group_of, testing
 
 from .. import naive
 from ..common import same_bits
-from .on_nodes import group_on_nodes as group_on_nodes
 from .support import meet
-from .training import gives, raised, turns, variable
+from .training import ONE_SIDED, gives, raised, turns, variable
 
 SHAPES = {"matrix": (70, 50), "scalar": (), "vector": (3001,)}
 WIRES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -192,36 +191,18 @@ def test_rows_and_parameters_beside_them_are_not_rounded(group, rank, size):
 # Arguments
 
 
-@pytest.mark.any_size
-@pytest.mark.parametrize(
-    ("wire", "kind", "text"),
-    [
-        ("float32", InvalidArgumentError, "wire_dtype must be narrower than float32"),
-        ("int8", InvalidArgumentError, "wire_dtype must be one of float16, bfloat16"),
-        ("words", TypeError, "wire_dtype must name a float type, got 'words'"),
-    ],
-)
-@pytest.mark.parametrize("strategy", ["SyncReplicas", "DropStale", "AGN", "Local"])
-def test_it_is_checked(comm, wire, kind, text, strategy):
-    options = {"comm": comm, "wire_dtype": wire}
-    make = {
-        "SyncReplicas": lambda: hpc.SyncReplicasOptimizer(hpc.SGD(1), **options),
-        "DropStale": lambda: hpc.DropStaleGradientOptimizer(hpc.SGD(1), **options),
-        "AGN": lambda: hpc.AGNOptimizer(hpc.SGD(1), **options),
-        "Local": lambda: hpc.LocalStepsOptimizer(hpc.SGD(1), hpc.SGD(1), 2, **options),
-    }[strategy]
-    found = raised(make)
-    if not isinstance(found, Exception):
-        assert f"wire_dtype={wire!r}" in repr(found)
-        found = raised(found.initialize, [variable(0, np.float32)])
-    assert type(found) is kind
-    assert text in str(found)
+def local_steps(inner, _, comm, **options):
+    return hpc.LocalStepsOptimizer(inner, hpc.SGD(1), 2, comm=comm, **options)
 
 
 @pytest.mark.any_size
-@pytest.mark.ranks(min=2)
-def test_ranks_must_agree(comm, rank):
-    wire = "bfloat16" if rank else "float16"
-    found = raised(hpc.SyncReplicasOptimizer, hpc.SGD(1), comm=comm, wire_dtype=wire)
-    assert type(found) is DisagreementError
-    assert "wire_dtype must be the same" in str(found)
+@pytest.mark.parametrize("make", [*ONE_SIDED.values(), local_steps])
+def test_it_is_narrower_than_what_is_sent(comm, make):
+    w = variable(0, np.float32)
+    with pytest.raises(hpc.InvalidArgumentError, match="wire_dtype must be one of"):
+        make(hpc.SGD(1), [w], comm, wire_dtype="int8")
+    with make(hpc.SGD(1), [w], comm, wire_dtype="float32") as opt:
+        assert "wire_dtype='float32'" in repr(opt)
+        error = raised(opt.initialize, [w])
+    assert type(error) is hpc.InvalidArgumentError
+    assert "wire_dtype must be narrower than float32" in str(error)
