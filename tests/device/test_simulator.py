@@ -136,11 +136,9 @@ def test_pinned_memory_is_read_late_and_other_memory_at_once(kind, expected, sen
 
 
 def stream(kind):
-    return (
-        cupy.cuda.Stream.null
-        if kind == "null"
-        else cupy.cuda.Stream(False, kind == "free")
-    )
+    if kind == "null":
+        return cupy.cuda.Stream.null
+    return cupy.cuda.Stream(non_blocking=kind == "free")
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,5 @@ class CUDADriverError(RuntimeError):
 
     def __init__(self, status, _why=""):
         self.status = status
-        text = {
-            1: "CUDA_ERROR_INVALID_VALUE: invalid argument",
-            500: "CUDA_ERROR_NOT_FOUND: named symbol not found",
-        }[status]
+        text = {500: "CUDA_ERROR_NOT_FOUND: named symbol not found"}[status]
         super().__init__(text + (f" ({_why})" if _why else ""))
