@@ -7,7 +7,6 @@ import errno
 import json
 import logging
 import os
-import random
 import shutil
 import socket
 import stat
@@ -201,17 +200,6 @@ def test_arrays_of_any_kind(tmp_path):
     assert all(found[name].flags.writeable for name in found if name != "tuple")
 
 
-def test_random_generators_continue(tmp_path):
-    generator, plain = np.random.default_rng(1), random.Random(1)
-    state = {"numpy": generator.bit_generator.state, "python": plain.getstate()}
-    checkpoint.save(tmp_path, state)
-    expected = [*generator.random(5), plain.random()]
-    found = checkpoint.load(tmp_path)
-    generator.bit_generator.state = found["numpy"]
-    version, numbers, gauss = found["python"]
-    plain.setstate((version, tuple(numbers), gauss))
-
-    assert [*generator.random(5), plain.random()] == expected
 
 
 def test_other_programs_read_the_arrays(tmp_path):
@@ -241,6 +229,8 @@ def test_what_cannot_be_saved_is_named(tmp_path, state, error, text):
 
     assert text in str(caught.value)
     assert not directory.exists()
+
+
 
 
 @pytest.mark.parametrize("keep", [0, 1.5, None])
@@ -608,6 +598,8 @@ def test_a_rule_continues_from_a_file(tmp_path, rule, dtype):
 
     same(other.snapshot(), opt.snapshot())
     assert [v.name for v in other.variables()] == [v.name for v in opt.variables()]
+
+
 
 
 def test_a_snapshot_is_a_copy_of_all_variables():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpcaccum.server.parameter_copies import Copier
 from hpcaccum.server.part import Part, cut, joined
 from hpcaccum.server.wire_format import WireFormat
 
@@ -73,17 +72,5 @@ def test_gradients_are_those_of_the_wire_format(elementwise):
     assert not any("scalar" in grads for grads in found)
 
 
-def test_parameters_are_written_to_their_places():
-    form = wire()
-    flat = np.arange(form.parameters.size, dtype=np.float32)
-    for each in parts_of(form, 3, True):
-        arrays = each.wire.parameters.views(flat[each.part])
-        written = np.full(each.part.stop - each.part.start, np.nan, np.float32)
-        Copier(each.wire).write(arrays, written, 0)
-        filled = ~np.isnan(written)
-        np.testing.assert_array_equal(written[filled], flat[each.part][filled])
-        assert filled.sum() == sum(array.size for array in arrays.values())
 
 
-def test_an_array_that_no_server_has():
-    assert joined([None, None], (2,)) is None

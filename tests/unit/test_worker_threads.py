@@ -7,9 +7,8 @@ import threading
 
 import pytest
 
-from hpcaccum import WaitTimeoutError
 from hpcaccum import worker_threads as helpers
-from hpcaccum.deadline import Deadline, Wake
+from hpcaccum.deadline import Deadline
 from hpcaccum.server.publisher import Change
 from hpcaccum.worker_threads import run_pieces
 
@@ -101,23 +100,8 @@ def test_after_a_fork_there_are_new_ones(none_yet):
     assert ended not in helpers._threads
 
 
-def test_nap_ends_when_another_thread_says_so():
-    wake, result = Wake(), []
-    thread = threading.Thread(target=lambda: result.append(wake.nap(WAIT)))
-    thread.start()
-    wake.wake()
-    thread.join(WAIT)
-
-    assert result == [True]
 
 
-def test_calls_before_a_nap_count_as_one():
-    wake = Wake()
-    wake.wake()
-    wake.wake()
-
-    assert wake.nap(0.0)
-    assert not wake.nap(0.0)
 
 
 def test_wait_ends_with_the_change():
@@ -142,8 +126,3 @@ def test_wait_ends_with_the_change():
     assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("made_here", [True, False])
-def test_wait_has_a_limit(made_here):
-    change = Change(made_here=made_here)
-    with pytest.raises(WaitTimeoutError, match=r"waited .* for an answer"):
-        change.wait(lambda: False, Deadline(0.01, "test"), lambda: "an answer")
