@@ -200,8 +200,6 @@ def test_arrays_of_any_kind(tmp_path):
     assert all(found[name].flags.writeable for name in found if name != "tuple")
 
 
-
-
 def test_other_programs_read_the_arrays(tmp_path):
     path = checkpoint.save(tmp_path, {"a": {"b": np.arange(3.0)}})
 
@@ -229,8 +227,6 @@ def test_what_cannot_be_saved_is_named(tmp_path, state, error, text):
 
     assert text in str(caught.value)
     assert not directory.exists()
-
-
 
 
 @pytest.mark.parametrize("keep", [0, 1.5, None])
@@ -598,8 +594,6 @@ def test_a_rule_continues_from_a_file(tmp_path, rule, dtype):
 
     same(other.snapshot(), opt.snapshot())
     assert [v.name for v in other.variables()] == [v.name for v in opt.variables()]
-
-
 
 
 def test_a_snapshot_is_a_copy_of_all_variables():

@@ -70,7 +70,3 @@ def test_gradients_are_those_of_the_wire_format(elementwise):
         whole = joined([grads.get(name) for grads in found], SHAPES[name])
         np.testing.assert_array_equal(whole, expected[name])
     assert not any("scalar" in grads for grads in found)
-
-
-
-

@@ -146,8 +146,6 @@ def test_any_strides_give_the_same_bits(of_value, of_grad, dtype):
     assert of_value != "every other" or not w.value.base[::2].any()
 
 
-
-
 @pytest.mark.parametrize(
     "grad",
     [[1, 2], [1.0, 2.0], np.array([1, 2], np.int8), np.array([1, 2], np.float64)],
@@ -203,8 +201,6 @@ def test_a_gradient_may_be_the_variable_itself_or_lie_across_it(rule, step):
     np.testing.assert_allclose(array, expected, 1e-12, 1e-12)
 
 
-
-
 # Slots
 
 
@@ -246,8 +242,6 @@ def test_variables_of_one_name_have_slots_of_their_own():
 
     assert opt.get_slot(local, "momentum").value == 2.5
     assert opt.get_slot(center, "momentum").value == 8
-
-
 
 
 def test_two_threads_use_one_optimizer():
@@ -331,8 +325,6 @@ def test_grad_loss_multiplies_the_gradients(dtype):
     assert found.dtype == (np.float64 if dtype.kind == "i" else dtype)
 
 
-
-
 def test_no_var_list_means_that_of_initialize_or_the_first_one():
     w, v = one(name="w"), one(name="v")
     opt = SGD(1)
@@ -345,17 +337,11 @@ def test_no_var_list_means_that_of_initialize_or_the_first_one():
     assert w.value == -2
 
 
-
-
 def test_ignored_arguments_are_accepted():
     w = one()
     SGD(1).minimize(lambda: (0, [1.0]), None, [w], 2, "any", True, "name", 3)
 
     assert w.value == -3
-
-
-
-
 
 
 def test_a_learning_rate_that_is_set_counts_from_the_next_update():
@@ -430,8 +416,6 @@ def test_a_subclass_may_have_attributes_of_its_own():
     assert steps(opt, one(), [2]) == [-1]
 
 
-
-
 # Variables
 
 
@@ -442,8 +426,6 @@ def test_a_variable_is_the_array_itself(dtype):
 
     assert w.value is array
     assert (w.name, w.shape, w.dtype, w.trainable) == ("w", (2, 3), array.dtype, False)
-
-
 
 
 def test_assigning_to_the_value_copies():
@@ -690,14 +672,6 @@ def test_bad_options(name):
     for value in values:
         with pytest.raises(InvalidArgumentError, match=rf"{name} must be .*, got "):
             make(**{name: value})
-
-
-
-
-
-
-
-
 
 
 def test_what_is_no_optimizer_is_told_what_helps():

@@ -62,8 +62,6 @@ def test_record_is_two_words_the_first_never_nothing(record):
         assert word != 0
 
 
-
-
 def test_a_receipt_is_printed_in_a_line():
     receipts = [
         Receipt(True, 7, 7, loss=0.5),

@@ -100,10 +100,6 @@ def test_after_a_fork_there_are_new_ones(none_yet):
     assert ended not in helpers._threads
 
 
-
-
-
-
 def test_wait_ends_with_the_change():
     change, happened = Change(made_here=True), []
     begun = threading.Event()
@@ -124,5 +120,3 @@ def test_wait_ends_with_the_change():
     thread.join(WAIT)
 
     assert not thread.is_alive()
-
-
