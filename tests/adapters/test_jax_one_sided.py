@@ -21,7 +21,6 @@ from hpcaccum import (
 
 from ..common import same_bits
 from ..mpi.support import meet
-from ..mpi.training import turns
 
 RULE = optax.sgd(0.5, momentum=0.5)
 # Its updates combine all leaves, and its state has integers and booleans.
@@ -107,17 +106,6 @@ def test_sync_replicas_updates_as_optax_does(make, rank, size):
         same_trees(tree, expected)
 
     assert opt.statistics().accepted == (4,) * size
-
-
-@pytest.mark.ranks(min=2)
-def test_a_late_gradient_joins_the_next_update(make):
-    opt = make(
-        "SyncReplicas", optax.sgd(1.0), {"w": jnp.zeros(2)}, 1, lateness="inverse"
-    )
-    grads = {"w": jnp.ones(2)}
-    receipts = turns([0, 1], lambda _: opt.push(grads)[1])
-    assert [each.factor for each in receipts] == [1.0, 0.5]
-    assert all(receipts)
 
 
 def test_drop_stale_applies_each_gradient(make, rank, size):
@@ -323,14 +311,6 @@ def test_extra_arguments_that_were_not_announced(make):
 def test_extra_arguments_are_the_same_on_all_ranks(make, rank):
     with pytest.raises(DisagreementError, match=r"extra leaf \['value'\]"):
         make("DropStale", extra={"value": jnp.zeros(1 + (rank == 1))})
-
-
-def test_extra_arguments_that_are_not_finite(make, size):
-    opt = make(
-        "SyncReplicas", optax.polyak_sgd(), extra={"value": 0.0}, on_nonfinite="drop"
-    )
-
-    assert opt.push(grads_of(params(), 1), value=np.nan)[1].reason == "nonfinite"
 
 
 # Snapshots

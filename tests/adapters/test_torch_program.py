@@ -452,16 +452,6 @@ def test_modules_of_two_groups_may_have_the_same_names(kind, comm, rank):
     same_everywhere(*first.parameters())
 
 
-@pytest.mark.parametrize("kind", STRATEGIES)
-def test_values_in_other_memory_are_assigned(kind, comm, rank):
-    model = Model()
-    with STRATEGIES[kind](sgd(model), comm) as opt:
-        model.w.data = torch.full_like(model.w, rank + 2.0)
-        opt.assign()
-        assert (model.values()["w"] == 2).all()
-        assert (opt.center(model.w) == 2).all()
-
-
 @pytest.mark.parametrize("replace", [assign, as_vector])
 @pytest.mark.parametrize("kind", SYNCHRONOUS)
 def test_memory_of_parameters_may_be_replaced(kind, replace, comm, rank, size):

@@ -30,7 +30,6 @@ from .training import meet, raised
 pytestmark = [pytest.mark.usefixtures("own_card"), pytest.mark.any_size]
 
 
-
 @pytest.fixture
 def maker(comm):
     maker = Maker(comm, "nccl")
@@ -63,16 +62,12 @@ def works(cp, reducer, size):
 # What it does in a call; what it computes: test_device_reducer
 
 
-
-
 def test_of_a_call_without_arrays_no_rank_sums_anything(sums, maker):
     reducer = maker(X)
     before = len(sums)
 
     assert dict(reducer.reduce({})) == {}
     assert len(sums) == before
-
-
 
 
 def test_one_communicator_and_one_sum_for_each_call(cp, comm, sums, size):
@@ -344,5 +339,3 @@ def test_updates_are_those_of_cpu_memory(cp, comm, rank, size, reduction, scenar
     for found, wanted in zip(results[0][0], results[1][0], strict=True):
         np.testing.assert_allclose(found, wanted, 1e-6)
     assert results[0][1:] == results[1][1:]
-
-

@@ -191,8 +191,6 @@ def test_ranks_that_do_not_find_each_other(doctor, launcher, text):
         assert "->" in shown
 
 
-
-
 def test_the_cause_is_shown_before_the_epilogue(doctor, launcher):
     cause = "PMI(7):  Runtime environment uses unsupported PMI version PMIx. Aborting."
     epilogue = "".join(f"echo epilogue {number}\n" for number in range(9))

@@ -58,8 +58,6 @@ def same_arrays(one, other):
             assert np.array_equal(value, other["state"][name][part])
 
 
-
-
 @pytest.mark.parametrize(
     "strategy", ["cross-shard", "sync-replicas --quorum 2"], ids=["cross", "sync"]
 )

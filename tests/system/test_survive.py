@@ -360,6 +360,22 @@ def test_a_mean_of_all_ranks_ends_with_a_status(ends):
     assert "Traceback" not in output
 
 
+# What MPICH and Open MPI print.
+REASONS = "KILLED BY SIGNAL: 9", "Killed (signal 9)", "exited on\nsignal 9 (Killed)"
+
+
+@pytest.mark.parametrize("place", ["loss", "protocol.AdmissionProtocol.put_record"])
+def test_a_launcher_that_ends_the_job_has_the_status_of_the_rank(mpirun, script, place):
+    # The others may go on without it before the launcher ends the job.
+    program = TRAIN.replace("accepted < 10", "accepted < 5000")
+    result = mpirun(3, script(program), "sync_replicas", place, "before")
+
+    assert result.returncode in (9, 128 + 9)
+    assert any(reason in result.stdout for reason in REASONS), result.stdout
+    assert "has the end" not in result.stdout
+    assert "Traceback" not in result.stdout
+
+
 def test_the_loss_of_the_server_ends_with_a_status(ends):
     program = TRAIN.replace("rank == size - 1", "rank == 0")
     ends(program, "drop_stale", "loss", "before", lost=0)
