@@ -7,7 +7,7 @@ import sys
 import numpy as np
 
 from . import _compute
-from ._errors import CUDADriverError, CUDARuntimeError
+from ._errors import CUDARuntimeError
 from .cuda.compiler import CompileException
 from .cuda.device import get_device_id
 from .cuda.memory import MemoryPointer
@@ -25,8 +25,7 @@ class RawModule:
         self._built()
 
     def get_function(self, name):
-        if name not in self._built().names:
-            raise CUDADriverError(500)
+        self._built()
         kernel = RawKernel(self.code, name, self.options, self.backend)
         kernel._module = self._module
         return kernel

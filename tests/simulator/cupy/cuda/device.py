@@ -8,8 +8,6 @@ import threading
 from .. import _queues
 from .._errors import CUDARuntimeError
 
-__all__ = ["Device", "get_device_id"]
-
 _MEMORY = 8 << 30
 _current = threading.local()
 

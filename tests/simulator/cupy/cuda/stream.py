@@ -12,8 +12,6 @@ from .. import _queues
 from .._errors import CUDARuntimeError
 from .device import get_device_id
 
-__all__ = ["Event", "Stream", "get_current_stream", "get_elapsed_time"]
-
 # A new stream gets the address of one that is gone, whose work may not be complete:
 # CUDA gives addresses again at once.  Source: rapidsai/rmm, issue 649.
 _gone = []
