@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import cupy
 import ml_dtypes
 import numpy as np
@@ -69,22 +67,3 @@ def same_bits(form, result, values):
         np.testing.assert_array_equal(*values_of)
         signs = [np.signbit(each[~np.isnan(each)]) for each in values_of]
         np.testing.assert_array_equal(*signs)
-
-
-def in_threads(number, work):
-    """Run ``work(0)``, ``work(1)``, ... at once; raise what they raise."""
-    errors = []
-
-    def run(which):
-        try:
-            work(which)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(k,)) for k in range(number)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in errors:
-        raise error
