@@ -35,11 +35,9 @@ class Pair:
         self.here = [
             hpc.Variable(start.copy(), f"w{i}") for i, start in enumerate(starts)
         ]
-        # Between elements that must not change; the shift moves them off their alignment.
-        self.memory = [
-            np.pad(start, (shift, 1), constant_values=77) for start in starts
-        ]
-        self.memory = [cupy.asarray(each) for each in self.memory]
+        # Beside elements that must not change, and off their alignment.
+        padded = [np.pad(each, (shift, 1), constant_values=77) for each in starts]
+        self.memory = [cupy.asarray(each) for each in padded]
         self.there = [
             hpc.Variable(each[shift:-1], f"w{i}") for i, each in enumerate(self.memory)
         ]
