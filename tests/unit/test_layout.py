@@ -73,6 +73,21 @@ def test_layout_of_arrays_has_the_dtype_that_holds_all(dtypes, common):
     assert hpc.Layout.of(arrays).dtype == np.dtype(common)
 
 
+def test_fingerprint_distinguishes_layouts():
+    layout = hpc.Layout(SHAPES, "float64")
+    others = [
+        hpc.Layout(SHAPES, "float32"),
+        hpc.Layout({**SHAPES, "w": (4, 3)}, "float64"),
+        hpc.Layout(dict(reversed(SHAPES.items())), "float64"),
+        hpc.Layout({name.upper(): shape for name, shape in SHAPES.items()}, "float64"),
+        hpc.Layout({**SHAPES, "more": ()}, "float64"),
+    ]
+
+    assert layout.fingerprint == hpc.Layout(dict(SHAPES), np.float64).fingerprint
+    fingerprints = {layout.fingerprint, *(other.fingerprint for other in others)}
+    assert len(fingerprints) == 6
+
+
 @pytest.mark.parametrize(
     ("dtype", "error"),
     [
