@@ -301,6 +301,14 @@ def test_extra_arguments_are_the_same_on_all_ranks(make, rank):
         make("DropStale", extra={"value": jnp.zeros(1 + (rank == 1))})
 
 
+def test_extra_arguments_that_are_not_finite(make, size):
+    opt = make(
+        "SyncReplicas", optax.polyak_sgd(), extra={"value": 0.0}, on_nonfinite="drop"
+    )
+
+    assert opt.push(grads_of(params(), 1), value=np.nan)[1].reason == "nonfinite"
+
+
 # Snapshots
 
 

@@ -8,7 +8,9 @@ import torch
 
 import hpcaccum as hpc
 import hpcaccum.torch as hpt
+from hpcaccum import testing
 
+from ..mpi.support import meet
 from ..mpi.training import raised
 from .torch_training import ONE_SIDED, STRATEGIES, Model, gradient, sgd
 
@@ -180,3 +182,24 @@ def test_find_unused_with_sparse_gradients(comm, rank, size):
     expected = torch.zeros(4, 2)
     expected[1] = -2 / size
     torch.testing.assert_close(table.weight.detach(), expected)
+
+
+@pytest.mark.ranks(min=2)
+@pytest.mark.parametrize("error", [RuntimeError("no"), MemoryError("no")])
+def test_any_error_in_a_hook_is_raised_on_all_ranks(error, comm, rank, monkeypatch):
+    model = Model()
+    with hpt.CrossShard(sgd(model), comm=comm) as opt:
+        if rank == 1:
+
+            def start(*args, **options):
+                raise error
+
+            monkeypatch.setattr(testing.reducer(opt), "start", start)
+        found = raised(full(model, rank, 0).backward)
+        assert isinstance(found, type(error) if rank == 1 else RuntimeError)
+        assert "no" in str(found)
+        monkeypatch.undo()
+        meet()
+        opt.zero_grad()
+        full(model, rank, 0).backward()
+        opt.step()

@@ -244,6 +244,17 @@ def test_variables_of_one_name_have_slots_of_their_own():
     assert opt.get_slot(center, "momentum").value == 8
 
 
+def test_each_variable_counts_its_own_steps():
+    opt, a, b, c = Adam(0.5), one(), one(), one()
+
+    steps(opt, a, [1, 2, 3])
+    for grad in (1, 2, 3):
+        steps(opt, b, [grad])
+        steps(opt, c, [1])
+
+    assert a.value == b.value
+
+
 def test_two_threads_use_one_optimizer():
     opt = Adam(0.5)
     size = 3 * update_rule.PIECE
