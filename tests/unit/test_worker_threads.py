@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from hpcaccum import worker_threads as helpers
-from hpcaccum.deadline import Deadline
+from hpcaccum.deadline import Deadline, Wake
 from hpcaccum.server.publisher import Change
 from hpcaccum.worker_threads import run_pieces
 
@@ -98,6 +98,16 @@ def test_after_a_fork_there_are_new_ones(none_yet):
     run_pieces(lambda _: together.wait(WAIT), range(2), 1)
 
     assert ended not in helpers._threads
+
+
+def test_nap_ends_when_another_thread_says_so():
+    wake, result = Wake(), []
+    thread = threading.Thread(target=lambda: result.append(wake.nap(WAIT)))
+    thread.start()
+    wake.wake()
+    thread.join(WAIT)
+
+    assert result == [True]
 
 
 def test_wait_ends_with_the_change():
