@@ -29,16 +29,8 @@ class ufunc:
         self.__name__, self.__doc__ = _function.__name__, _function.__doc__
 
     def __call__(self, *args, out=None, where=None, casting="same_kind", **kwargs):
-        if len(args) not in (self.nin, self.nargs):
-            raise TypeError(
-                f"Wrong number of arguments for {self.name!r}. It must be either "
-                f"{self.nin} or {self.nargs} (with outputs), but given {len(args)}."
-            )
         if len(args) == self.nargs:
             *args, out = args
-        wrong = {key: value for key, value in kwargs.items() if key != "dtype"}
-        if wrong:
-            raise TypeError(f"Wrong arguments {wrong}")
         where = None if where is True else where
         return late(
             self._function, *args, out=out, where=where, casting=casting, **kwargs
