@@ -73,11 +73,6 @@ class Device:
         return f"0000:{self.id + 1:02X}:00.0"
 
     @property
-    def compute_capability(self):
-        _check(self.id)
-        return "90"
-
-    @property
     def mem_info(self):
         from .memory import _used_bytes
 
