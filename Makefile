@@ -96,9 +96,9 @@ test-programs: $(VENV)/.test
 test-checks: $(VENV)/.test
 	$(PYTEST) -m "not mpi" $(call SOME,tests/system) </dev/null
 
-# CUDA kernels on the simulated device, and the simulator's own tests.
+# CUDA kernels on the simulated device.
 test-device: $(VENV)/.test
-	$(PYTEST) $(call SOME,tests/device tests/simulator/tests) </dev/null
+	$(PYTEST) $(call SOME,tests/device) </dev/null
 
 # From now on test-device compiles kernels with NVIDIA's compiler, too.
 nvrtc: $(VENV)/.nvrtc

@@ -21,7 +21,6 @@ from hpcaccum import (
 
 from ..common import same_bits
 from ..mpi.support import meet
-from ..mpi.training import turns
 
 RULE = optax.sgd(0.5, momentum=0.5)
 # Its updates combine all leaves, and its state has integers and booleans.
@@ -107,17 +106,6 @@ def test_sync_replicas_updates_as_optax_does(make, rank, size):
         same_trees(tree, expected)
 
     assert opt.statistics().accepted == (4,) * size
-
-
-@pytest.mark.ranks(min=2)
-def test_a_late_gradient_joins_the_next_update(make):
-    opt = make(
-        "SyncReplicas", optax.sgd(1.0), {"w": jnp.zeros(2)}, 1, lateness="inverse"
-    )
-    grads = {"w": jnp.ones(2)}
-    receipts = turns([0, 1], lambda _: opt.push(grads)[1])
-    assert [each.factor for each in receipts] == [1.0, 0.5]
-    assert all(receipts)
 
 
 def test_drop_stale_applies_each_gradient(make, rank, size):
@@ -276,7 +264,8 @@ EXTRA = {"value": 0.0, "shift": {"w": np.zeros(2, np.float32)}}
 @pytest.mark.parametrize("kind", KINDS)
 def test_extra_arguments_travel_with_the_gradients(make, kind, rank, size):
     rule = optax.chain(optax.identity(), scaled_by_value())
-    opt = make(kind, rule, {"w": jnp.zeros(2)}, extra=EXTRA, option=EXTRA_OPTION[kind])
+    option = {"DropStale": 100, "AGN": 1}.get(kind)
+    opt = make(kind, rule, {"w": jnp.zeros(2)}, extra=EXTRA, option=option)
 
     for _ in range(2):
         grads, shift = {"w": jnp.ones(2)}, {"w": jnp.array([0.0, 1.0])}
@@ -288,19 +277,6 @@ def test_extra_arguments_travel_with_the_gradients(make, kind, rank, size):
     means = 2 if kind == "SyncReplicas" else 2 * size
     expected = means * np.float32([-size, -size - 1])
     same_trees(opt.params, {"w": jnp.asarray(expected)})
-
-
-EXTRA_OPTION = {"DropStale": 100, "SyncReplicas": None, "AGN": 1}
-
-
-def test_agn_passes_extra_arguments_to_local_updates(make):
-    opt = make("AGN", scaled_by_value(), {"w": jnp.zeros(2)}, extra=EXTRA)
-    shift = {"w": jnp.zeros(2)}
-
-    found, receipt = opt.push({"w": jnp.ones(2)}, value=3.0, shift=shift)
-
-    assert not receipt.sent
-    same_trees(found, {"w": jnp.full(2, -3.0)})
 
 
 def test_extra_arguments_that_were_not_announced(make):

@@ -228,28 +228,6 @@ def test_mean(comm, rank, size, compiled):
         same_bits(np.asarray(many["more"][0]), jnp.full(2, expected, jnp.bfloat16))
 
 
-def test_a_rule_with_a_mean_of_losses(average, comm, rank, size):
-    rule = optax.chain(
-        average, optax.sgd(0.1), optax.contrib.reduce_on_plateau(0.5, patience=1)
-    )
-
-    @jax.jit
-    def step(params, state, loss):
-        loss = hpcaccum.jax.mean(loss, comm)
-        updates, state = rule.update(jnp.ones(1), state, params, value=loss)
-        return optax.apply_updates(params, updates), state
-
-    params = jnp.zeros(1)
-    state = rule.init(params)
-    for now in range(6):
-        # The loss of one rank becomes smaller, those of the others do not.
-        params, state = step(params, state, 1.0 if rank else 1.0 / (now + 1))
-
-    everywhere = comm.allgather(float(params[0]))
-    assert len(set(everywhere)) == 1
-    assert params[0] == pytest.approx(-0.6)
-
-
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [

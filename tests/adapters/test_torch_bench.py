@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from hpcaccum import group_of
 from hpcaccum.bench.measure import WrongAnswerError, measure, rows
 from hpcaccum.bench.torch_step import EXCHANGE, TorchStep, gloo
 
+from ..common import json_lines, status_of
 from ..mpi.support import meet
 from . import torch_training  # noqa: F401
 
@@ -28,3 +31,13 @@ def test_steps_are_verified_and_timed(comm):
             case._check()
         meet()
         case.free()
+
+
+@pytest.mark.ranks(min=2)
+def test_the_reducer_is_compared_with_gloo(tmp_path):
+    path = meet(str(tmp_path / "rows.json"))[0]
+    words = "bench allreduce --against gloo --sizes 4K --seconds 0.01 --json"
+    assert status_of(*words.split(), path) in (None, 0)
+    meet()
+    [row] = [row for row in json_lines(Path(path)) if row["name"] == "gloo"]
+    assert row["reference"]

@@ -163,6 +163,7 @@ def test_buffers_of_the_module(kind, mode, comm, rank, size):
     module = torch.nn.BatchNorm1d(2, momentum=1.0)
     module.running_mean.fill_(7 + rank)
     module.register_buffer("mask", torch.tensor([rank == 0, True]))
+    module.register_buffer("assigned", torch.zeros(1))
     with STRATEGIES[kind](sgd(module), comm, module=module, buffers=mode) as opt:
         assert module.running_mean.eq(7).all()
         assert module.mask.all()
@@ -171,10 +172,14 @@ def test_buffers_of_the_module(kind, mode, comm, rank, size):
             opt.step() if kind == "AGN" else opt.zero_grad()
             if kind == "CrossShard":
                 break
+        module.assigned = module.assigned + rank
         # The batch of rank r has the means 1 + r and 2 + r.
         opt.sync_buffers()
         late = (size - 1) / 2 if mode == "average" else 0
         assert torch.allclose(module.running_mean, torch.tensor([1.0, 2.0]) + late)
+        assert torch.allclose(
+            module.assigned, torch.tensor([late], dtype=torch.float32)
+        )
         assert module.num_batches_tracked == 1
 
 

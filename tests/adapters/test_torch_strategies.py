@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-import time
-
 import pytest
 import torch
 
 import hpcaccum.torch as hpt
 
-from ..mpi.acting import VAIN, until
-from ..mpi.support import WAIT, meet
 from ..mpi.training import turns
 from .torch_training import (
     STRATEGIES,
@@ -121,36 +116,6 @@ def _again(opt, model, rank, turn):
     if turn == 2:
         model.backward(rank, turn)
     return opt.step()
-
-
-@pytest.mark.ranks(min=2)
-def test_after_a_dropped_gradient_step_waits_for_parameters_of_use(comm, rank):
-    gate = threading.Event()
-
-    class Gated(torch.optim.SGD):
-        def step(self, closure=None):
-            assert gate.wait(WAIT)
-            return super().step(closure)
-
-    model, plain = Model(), Plain(lambda p: torch.optim.SGD(p, 1.0), Model())
-    plain.update([(0, 0)])
-    with hpt.DropStale(Gated(groups(model), 1.0), 0, comm=comm) as opt:
-        model.backward(rank, 0)
-        push = threading.Thread(target=opt.step)
-        if rank == 0:
-            push.start()
-            until(lambda: sum(opt.statistics().accepted) == 1)
-        meet()
-        if rank == 1:
-            # Gradients of the parameters that it has would be dropped again.
-            assert not opt.step()
-            plain.check(model.values())
-        if rank == 0:
-            until(lambda: sum(opt.statistics().dropped) == 1)
-            # A step that does not wait ends now, before the update.
-            time.sleep(VAIN)
-            gate.set()
-            push.join()
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 
 import cupy
@@ -16,7 +17,6 @@ from .accumulating import (  # noqa: F401
     WAIT,
     acc_fixture,
     form_fixture,
-    in_threads,
     like,
     make_fixture,
     same_bits,
@@ -148,7 +148,8 @@ def test_every_gradient_is_taken_once(make, form):
                     weight = total if form == "one" else total["weight"]
                     sums.append(weight.get())
 
-    in_threads(4, work)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
 
     assert np.sum(sums, axis=0).tolist() == [2.0**20 - 1, 20.0]
 

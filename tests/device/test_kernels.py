@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import cupy
-import numpy as np
 import pytest
 
 from hpcaccum import DeviceUnavailableError
@@ -68,30 +67,3 @@ def test_other_errors_are_what_they_are(forgotten, monkeypatch):
     monkeypatch.setattr(cupy, "RawModule", fails)
     with pytest.raises(MemoryError):
         kernels.kernel("accumulate_f32")
-
-
-def test_a_kernel_that_does_not_exist_is_an_error():
-    with pytest.raises(KeyError, match="no kernel accumulate_i32 in accumulate"):
-        kernels.kernel("accumulate_i32")
-
-
-def test_sources_hold_all_they_include():
-    for file in kernels.files():
-        text = kernels.source(file)
-        assert '#include "' not in text
-        assert '#line 1 "common.cuh"' in text
-        assert f'"{file}"\n' in text
-
-
-@pytest.mark.parametrize("size", [0, 1, 1024, 1025, 10**12])
-def test_as_many_blocks_as_there_is_work_for(size):
-    full = 4 * cupy.cuda.Device().attributes["MultiProcessorCount"]
-
-    assert kernels.blocks(size) == min(full, max(1, -(-size // 1024)))
-
-
-def test_a_python_number_is_not_a_float32():
-    kernel, table = kernels.kernel("sgd_f32"), cupy.zeros(4, np.int64)
-    kernel((1,), (256,), (table, table, table, np.int64(4), None, 0.5))
-    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="float64"):
-        cupy.cuda.Device().synchronize()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import cupy
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import hpcaccum as hpc
 from hpcaccum.device import kernels, tables
 
 from ..common import same_bits
-from .launching import DTYPES, SIZES, SUMS, Watched, i64, launch, normal
+from .launching import DTYPES, SIZES, normal
 
 RULES = {
     "sgd": lambda: hpc.SGD(0.1),
@@ -22,19 +24,23 @@ RULES = {
 }
 # Each kernel, by the rule that it implements.
 KERNELS = [name for name in RULES if " " not in name]
-CHUNK = 1024
 
 
 class Pair:
     """One optimizer and its variables in host memory, and the same on the device."""
 
-    def __init__(self, rule, starts):
+    def __init__(self, rule, starts, shift=0):
         self.host, self.device = RULES[rule](), RULES[rule]()
         self.starts = starts
-        self.here, self.there = (
-            [hpc.Variable(xp.array(start), f"w{i}") for i, start in enumerate(starts)]
-            for xp in (np, cupy)
-        )
+        self.here = [
+            hpc.Variable(start.copy(), f"w{i}") for i, start in enumerate(starts)
+        ]
+        # Beside elements that must not change, and off their alignment.
+        padded = [np.pad(each, (shift, 1), constant_values=77) for each in starts]
+        self.memory = [cupy.asarray(each) for each in padded]
+        self.there = [
+            hpc.Variable(each[shift:-1], f"w{i}") for i, each in enumerate(self.memory)
+        ]
 
     def apply(self, grads, there=None):
         """Update both by the same gradients, some of which may be None."""
@@ -44,6 +50,9 @@ class Pair:
         self.device.apply_gradients(list(zip(there, self.there, strict=True)))
 
     def check(self):
+        for start, memory in zip(self.starts, self.memory, strict=True):
+            shift = memory.size - start.size - 1
+            assert (np.delete(memory.get(), slice(shift, -1)) == 77).all()
         for host, device in zip(self.here, self.there, strict=True):
             same_bits(device.value.get(), host.value)
             for name in self.host.get_slot_names():
@@ -145,17 +154,6 @@ def test_the_same_gradients_of_other_variables():
         assert (variable.value.get() == value).all()
 
 
-def test_a_copied_gradient_is_copied_in_each_call():
-    """The gradient of a product by one factor is the other one, which changes."""
-    rule, expected = hpc.SGD(1.0), np.array([1.0, 2.0])
-    x, y = (hpc.Variable(cupy.full(3, i, np.float32), f"w{i}") for i in (1, 2))
-    for _ in range(3):
-        rule.apply_gradients([(y.value, x), (x.value, y)])
-        expected -= expected[::-1].copy()
-    assert (x.value.get() == expected[0]).all()
-    assert (y.value.get() == expected[1]).all()
-
-
 def test_gradients_and_variables_lie_on_one_device(monkeypatch):
     monkeypatch.setenv("CUPY_SIMULATOR_DEVICES", "2")
     if cupy.cuda.runtime.getDeviceCount() < 2:
@@ -184,56 +182,13 @@ def test_slots_of_initialize_are_ready_on_every_stream():
 @pytest.mark.parametrize("kind", DTYPES)
 @pytest.mark.parametrize("rule", KERNELS)
 def test_gradients_of_all_dtypes_are_read_as_they_are(rule, kind, of_grad):
-    pair = Pair(rule, [normal(1029, DTYPES[kind], 9)])
-    memory = cupy.asarray(normal(1030, DTYPES[of_grad], 1))
-    # Aligned, and not.
-    for there in (memory[:1029], memory[1:]):
-        pair.apply([there.get()], [there])
-    pair.check()
-
-
-def tables_of(target, source, watched, size, chunk=CHUNK):
-    """Return a kernel's tables for one variable."""
-    slots = [each.array.data.ptr for each in watched]
-    first, second, *_ = *slots, 0, 0
-    kinds = {dtype: k for k, dtype in enumerate(DTYPES.values())}
-    rows = [
-        [(target.array.data.ptr, first, second, size)],
-        [(source.array.data.ptr, kinds[source.array.dtype])],
-        [(0, first) for first in range(0, size, chunk)] or [(0, 0)],
-    ]
-    return [cupy.asarray(i64(each)) for each in rows]
-
-
-@pytest.mark.parametrize(
-    ("kind", "of_grad", "size", "shift"),
-    [
-        *((kind, kind, size, n) for kind in DTYPES for size in SIZES for n in (0, 1)),
-        *(("f64" if kind == "f64" else "f32", kind, 1025, 0) for kind in DTYPES),
-    ],
-)
-@pytest.mark.parametrize("name", KERNELS)
-def test_only_what_there_is_is_changed(kind, of_grad, name, size, shift):
-    wide = DTYPES[SUMS[kind]]
-    rule = RULES[name]()
-    slots = dict(sorted(rule._slots().items()))
-    value, grad = normal(size, DTYPES[kind], 1), normal(size, DTYPES[of_grad], 2)
-    watched = [Watched(np.full(size, start, wide), shift) for start in slots.values()]
-    target, source = Watched(value, shift), Watched(grad, 1 - shift)
-    given = tables_of(target, source, watched, size)
-    numbers = (*rule._numbers(rule.learning_rate, 1), *rule._constants())
-    # The rate of a table precedes the other.
-    rates = [None, cupy.asarray(np.array(numbers[:1], wide))][shift]
-    scalars = [wide.type(n) for n in ((9.0 if shift else numbers[0]), *numbers[1:])]
-    launch(f"{name}_{kind}", *given, i64(CHUNK), rates, *scalars, blocks=len(given[2]))
-
-    variable = hpc.Variable(value.astype(DTYPES[kind]), "w")
-    rule.apply_gradients([(grad, variable)])
-    if size:
-        same_bits(target.get(), variable.value)
-        for each, slot in zip(watched, slots, strict=True):
-            same_bits(each.get(), rule.get_slot(variable, slot).value)
-    same_bits(source.get(), grad)
+    for shift, size in itertools.product((0, 1), SIZES):
+        pair = Pair(rule, [normal(size, DTYPES[kind], 9)], shift)
+        memory = cupy.asarray(normal(size + 1, DTYPES[of_grad], 1))
+        # Aligned, and not.
+        for there in (memory[:size], memory[1:]):
+            pair.apply([there.get()], [there])
+        pair.check()
 
 
 @pytest.mark.parametrize("kind", DTYPES)
@@ -249,8 +204,9 @@ def test_a_gradient_may_be_another_variable(name):
     # In one launch: neither may see the other's new value.
     starts = [normal(20000, np.float32, seed) for seed in (1, 2)]
     pair = Pair(name, starts)
-    there = [pair.there[1].value, pair.there[0].value]
-    pair.apply(starts[::-1], there)
+    for _ in range(3):
+        here, there = ([var.value for var in each] for each in (pair.here, pair.there))
+        pair.apply(here[::-1], there[::-1])
     pair.check()
 
 

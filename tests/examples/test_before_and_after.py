@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import re
-import subprocess
 import sys
 
 import numpy as np
-import pytest
 
 from hpcaccum import checkpoint
 
@@ -96,25 +93,6 @@ def test_a_server_and_two_workers(mpirun, tmp_path):
 
 def test_the_program_for_tensorflow_compiles():
     compile((EXAMPLES / "tf1_before.py").read_text(), "tf1_before.py", "exec")
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is missing"
-)
-def test_the_program_for_tensorflow(tmp_path):
-    program = [sys.executable, str(EXAMPLES / "tf1_before.py")]
-    others = [
-        subprocess.Popen([*program, *job], cwd=tmp_path)
-        for job in (["ps", "0"], ["worker", "1"])
-    ]
-    try:
-        chief = run_program([*program, "worker", "0"], timeout=200, cwd=tmp_path)
-    finally:
-        for each in others:
-            each.kill()
-            each.wait()
-    assert chief.returncode == 0, chief.stdout
-    check_losses(chief.stdout, 5)
 
 
 def test_workers_of_a_data_loader(mpirun, tmp_path):

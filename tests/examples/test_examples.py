@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -109,10 +108,3 @@ def test_requeue(mpirun, tmp_path):
     assert not queued.exists()
     last = checkpoint.load(tmp_path / "saved-requeue")
     np.testing.assert_allclose(last["variables"]["w"], 1, atol=0.01)
-
-
-def test_every_example_is_tested():
-    tests = Path(__file__).parent.glob("test_*.py")
-    text = "".join(each.read_text() for each in tests)
-
-    assert all(p.name in text for p in (REPOSITORY / "examples").glob("*.py"))

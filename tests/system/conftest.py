@@ -186,33 +186,30 @@ def run_program(
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        left = _abort_programs(process.pid)
+        left = _processes_below(process.pid)
+        lines = "\n".join(f"  {pid} {line}" for pid, line in left.items())
         pytest.fail(
-            f"{' '.join(command)}\nwas still running after {timeout} s, with\n{left}\n"
-            f"It wrote:\n{_end(process)}"
+            f"{' '.join(command)}\nwas still running after {timeout} s, with\n{lines}\n"
+            f"It wrote:\n{_end(process, left)}"
         )
     return subprocess.CompletedProcess(command, process.returncode, output)
 
 
-def _abort_programs(launcher: int) -> str:
-    """Let the Python programs below a launcher show their stacks and end.
-
-    Returns:
-        A line for each process below the launcher: its number, state and command.
-    """
-    left = _processes_below(launcher)
-    programs = {
-        pid for pid, (_, line) in left.items() if "python" in line.split(" ")[0]
-    }
+def _end(process: subprocess.Popen[str], below: dict[int, str]) -> str:
+    """Let the Python programs below a launcher show their stacks; end all."""
+    programs = {pid for pid, line in below.items() if "python" in line.split(" ")[0]}
+    launchers = {process.pid, *below} - programs
     # A launcher ends all ranks as soon as it sees that one has ended.
-    launchers = {launcher, *left} - programs
     _send(signal.SIGSTOP, launchers)
     _send(signal.SIGABRT, programs)
-    end = time.monotonic() + 10
-    while _running(launcher) & programs and time.monotonic() < end:
-        time.sleep(0.05)
+    time.sleep(5)
     _send(signal.SIGCONT, launchers)
-    return "\n".join(f"  {pid} {state} {line}" for pid, (state, line) in left.items())
+    # A launcher that is asked ends its ranks; one that is killed may leave them.
+    for end in process.terminate, lambda: os.killpg(process.pid, signal.SIGKILL):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=10)[0]
+        end()
+    return process.communicate(timeout=30)[0]
 
 
 def _send(number: signal.Signals, processes: set[int]) -> None:
@@ -221,33 +218,16 @@ def _send(number: signal.Signals, processes: set[int]) -> None:
             os.kill(pid, number)
 
 
-def _running(launcher: int) -> set[int]:
-    below = _processes_below(launcher)
-    return {pid for pid, (state, _) in below.items() if state != "Z"}
-
-
-def _processes_below(launcher: int) -> dict[int, tuple[str, str]]:
-    states, parents, commands = {}, {}, {}
+def _processes_below(launcher: int) -> dict[int, str]:
+    """Return the commands of all processes below a launcher."""
+    parents, commands = {}, {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
-            pid = int(process.name)
             after_name = (process / "stat").read_text().rpartition(")")[2].split()
-            states[pid], parents[pid] = after_name[0], int(after_name[1])
-            commands[pid] = (process / "cmdline").read_text().replace("\0", " ")
+            parents[int(process.name)] = int(after_name[1])
+            line = (process / "cmdline").read_text().replace("\0", " ")
+            commands[int(process.name)] = line
     below = {launcher}
     while more := {pid for pid in commands if parents[pid] in below} - below:
         below |= more
-    return {pid: (states[pid], commands[pid]) for pid in below - {launcher}}
-
-
-def _end(process: subprocess.Popen[str]) -> str:
-    # Its programs have been ended: a launcher writes what they wrote, and ends.
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.communicate(timeout=2)[0]
-    # A launcher that is asked ends its ranks; one that is killed may leave them.
-    process.terminate()
-    try:
-        return process.communicate(timeout=30)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return process.communicate(timeout=30)[0]
+    return {pid: commands[pid] for pid in below - {launcher}}

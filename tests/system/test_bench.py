@@ -127,35 +127,6 @@ def test_missing_packages_are_named_with_the_cure(module, options, cure, bench):
     assert "Traceback" not in shown
 
 
-# Stands for torch, which few environments of these tests have.
-TORCH = """
-import types
-import mpi4py.MPI as MPI
-distributed = types.ModuleType("torch.distributed")
-def init(backend, init_method, rank, world_size):
-    assert (backend, rank, world_size) == ("gloo", MPI.COMM_WORLD.rank, 2)
-    assert len(set(MPI.COMM_WORLD.allgather(init_method))) == 1
-    assert init_method.startswith("tcp://127.0.0.1:")
-distributed.init_process_group = init
-distributed.all_reduce = lambda x: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, x)
-distributed.destroy_process_group = lambda: None
-torch = types.ModuleType("torch")
-torch.distributed, torch.from_numpy = distributed, lambda array: array
-torch.set_num_threads = lambda number: None
-sys.modules.update({"torch": torch, "torch.distributed": distributed})
-"""
-
-
-@pytest.mark.mpi
-def test_against_gloo(bench, tmp_path):
-    options = "--against", "gloo", "--json", "rows.json"
-    bench(2, "allreduce", *QUICK, *options, before=TORCH)
-
-    found = [row for row in json_lines(tmp_path / "rows.json") if row["name"] == "gloo"]
-    assert [row["bytes"] for row in found] == [4096, 65536]
-    assert all(row["reference"] for row in found)
-
-
 def test_compare_reads_what_bench_writes(measured, tmp_path, capsys):
     def compare(name, change):
         lines = [{**each, **change(each)} for each in json_lines(measured)]

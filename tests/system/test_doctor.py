@@ -191,16 +191,6 @@ def test_ranks_that_do_not_find_each_other(doctor, launcher, text):
         assert "->" in shown
 
 
-def test_what_the_output_cannot_encode_is_escaped(doctor):
-    status, shown = doctor(
-        "--launcher", "\N{GREEK SMALL LETTER MU}", PYTHONIOENCODING="ascii"
-    )
-
-    assert status == 1, shown
-    assert r"doctor: '\u03bc'" in shown
-    assert r"no program '\u03bc' in PATH" in shown
-
-
 def test_the_cause_is_shown_before_the_epilogue(doctor, launcher):
     cause = "PMI(7):  Runtime environment uses unsupported PMI version PMIx. Aborting."
     epilogue = "".join(f"echo epilogue {number}\n" for number in range(9))

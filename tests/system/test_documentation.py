@@ -64,21 +64,6 @@ def test_program_runs_as_printed(mpirun, tmp_path, name):
         assert len(checkpoint.files(saved)) == 3
 
 
-def test_program_runs_with_the_optimizer_that_the_page_suggests(mpirun, tmp_path):
-    [suggested] = re.findall(
-        r"replace the\s+optimizer\s+with\s+`([^`]+)`", PAGES["programs"]
-    )
-    [program] = [each for each in PROGRAMS.values() if "sparse=True" in each]
-    changed = re.sub(r"with hpc\..* as opt:", f"with {suggested} as opt:", program)
-    assert changed != program
-    path = tmp_path / "program.py"
-    path.write_text(changed)
-
-    result = mpirun(3, path, env={"HPCACCUM_TIMEOUT": "20"}, cwd=tmp_path)
-
-    assert result.returncode == 0, result.stdout
-
-
 @pytest.mark.parametrize("name", sorted(ON_A_GPU))
 def test_program_for_a_gpu_runs_as_printed(mpirun, tmp_path, simulator, name):
     path = tmp_path / "program.py"

@@ -7,16 +7,16 @@ import re
 import pytest
 
 RAISES = """
+import contextlib
 import hpcaccum as hpc
 from mpi4py import MPI
 
-rank = MPI.COMM_WORLD.rank
-acc = hpc.ConditionalAccumulator("float32", (2,))
-if rank == 1:
-    raise ValueError("rank one has had enough")
-acc.take_grad(MPI.COMM_WORLD.size)
+with {block}:
+    if MPI.COMM_WORLD.rank == 1:
+        raise ValueError("it has had enough")
+    {wait}
 """
-
+WAITS = "hpc.ConditionalAccumulator('f4', (2,)).take_grad(MPI.COMM_WORLD.size)"
 
 RAISES_BEFORE_MPI = """
 import os
@@ -24,7 +24,7 @@ import hpcaccum as hpc
 
 rank = os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
 if rank == "1":
-    raise ValueError("rank one has had enough")
+    raise ValueError("it has had enough")
 hpc.ConditionalAccumulator("float32", (2,))
 """
 
@@ -35,7 +35,7 @@ from mpi4py import MPI
 
 class Broken(hpc.SGD):
     def apply_gradients(self, *args, **kwargs):
-        raise ValueError("the update has had enough")
+        raise ValueError("it has had enough")
 
 w = hpc.Variable(np.zeros(2), "w")
 opt = hpc.DropStaleGradientOptimizer(Broken(1.0), staleness=9)
@@ -113,25 +113,6 @@ if MPI.COMM_WORLD.rank == 1:
     print("trained", opt.global_step >= 5)
 """
 
-LEAVES_AN_ERROR_TO_WITH = """
-import hpcaccum as hpc
-from mpi4py import MPI
-
-with hpc.ConditionalAccumulator("float32", (2,)) as acc:
-    if MPI.COMM_WORLD.rank == 1:
-        raise ValueError("rank one has had enough")
-    acc.take_grad(MPI.COMM_WORLD.size)
-"""
-
-LEAVES_AN_ERROR_TO_A_TRACE = """
-import hpcaccum as hpc
-from mpi4py import MPI
-
-with hpc.trace("trace.json"):
-    if MPI.COMM_WORLD.rank == 1:
-        raise ValueError("rank one has had enough")
-"""
-
 EXITS = """
 import sys
 import numpy as np
@@ -189,23 +170,27 @@ def test_objects_without_a_communicator_are_refused_on_every_rank(mpirun, script
     assert result.stdout.count("went on") == 2
 
 
+ACCUMULATOR = "hpc.ConditionalAccumulator('f4', (2,)) as acc"
+
+
 @pytest.mark.parametrize(
-    ("program", "message"),
+    ("ranks", "program"),
     [
-        (RAISES, "rank one has had enough"),
-        (RAISES_BEFORE_MPI, "rank one has had enough"),
-        (RAISES_IN_THE_SERVER, "the update has had enough"),
-        (LEAVES_AN_ERROR_TO_WITH, "rank one has had enough"),
-        (LEAVES_AN_ERROR_TO_A_TRACE, "rank one has had enough"),
+        (3, RAISES.format(block="contextlib.nullcontext()", wait=WAITS)),
+        (3, RAISES.format(block=ACCUMULATOR, wait="acc.take_grad(3)")),
+        (3, RAISES.format(block="hpc.trace('trace.json')", wait="pass")),
+        (3, RAISES_BEFORE_MPI),
+        (3, RAISES_IN_THE_SERVER),
+        (1, RAISES_IN_THE_SERVER),
     ],
-    ids=["waiting", "before MPI", "server", "with", "trace"],
+    ids=["waiting", "with", "trace", "before MPI", "server", "server, alone"],
 )
-def test_exception_on_one_rank_ends_the_job(mpirun, script, program, message, tmp_path):
-    result = mpirun(3, script(program), cwd=tmp_path)
+def test_exception_on_one_rank_ends_the_job(mpirun, script, ranks, program, tmp_path):
+    result = mpirun(ranks, script(program), cwd=tmp_path)
 
     assert result.returncode != 0
-    assert f"ValueError: {message}" in result.stdout
-    if program == RAISES:
+    assert "ValueError: it has had enough" in result.stdout
+    if "nullcontext" in program:
         assert "rank 1 of 3 failed, ending the job:\nTraceback" in result.stdout
 
 
@@ -219,20 +204,15 @@ def test_a_status_is_that_of_the_program_if_all_ranks_exit(
 
 
 @pytest.mark.parametrize(
-    ("shape", "rank", "error"),
-    [
-        ("(-1,)", 0, "InvalidArgumentError"),
-        ("(-1,) if rank == 1 else (2,)", 1, "InvalidArgumentError"),
-    ],
-    ids=["same on all", "of one rank"],
+    ("shape", "rank"), [("(-1,)", 0), ("(-1,) if rank == 1 else (2,)", 1)]
 )
-def test_an_error_of_all_ranks_is_printed_once(mpirun, script, shape, rank, error):
+def test_an_error_of_all_ranks_is_printed_once(mpirun, script, shape, rank):
     result = mpirun(3, script(RAISES_ON_ALL.format(shape=shape)))
 
     assert result.returncode != 0
     assert result.stdout.count("Traceback") == 1, result.stdout
     assert f"rank {rank} of 3 failed, ending the job:\nTraceback" in result.stdout
-    assert error in result.stdout
+    assert "InvalidArgumentError" in result.stdout
 
 
 def test_other_ranks_print_an_error_that_one_rank_catches(mpirun, script):
@@ -244,24 +224,16 @@ def test_other_ranks_print_an_error_that_one_rank_catches(mpirun, script):
     assert "got (-1,)" in result.stdout
 
 
-def test_a_server_that_fails_ends_a_rank_that_is_alone(mpirun, script, tmp_path):
-    result = mpirun(1, script(RAISES_IN_THE_SERVER), cwd=tmp_path)
-
-    assert result.returncode == 1
-    assert "ValueError: the update has had enough" in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("ranks", "end"),
-    [(1, ""), (3, ""), (3, "from mpi4py import MPI; MPI.Finalize()")],
-    ids=["one", "several", "finalized"],
-)
-def test_windows_left_open_do_not_hang_the_end(mpirun, script, ranks, end):
+@pytest.mark.parametrize("end", ["", "from mpi4py import MPI; MPI.Finalize()"])
+@pytest.mark.parametrize(("ranks", "apart"), [(1, "0"), (3, "0"), (3, "1")])
+def test_windows_left_open_do_not_hang_the_end(mpirun, script, ranks, apart, end):
     program = LEAVES_WINDOWS_OPEN.format(end=end)
-    result = mpirun(ranks, script(program))
+    # With MPICH each rank may be a node, which has an agent.
+    result = mpirun(ranks, script(program), env={"MPIR_CVAR_NOLOCAL": apart})
 
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("the end") == ranks
+    assert "Error" not in result.stdout
 
 
 @pytest.mark.parametrize(

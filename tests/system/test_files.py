@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import signal
-import struct
 import subprocess
 import sys
-import zipfile
 
 import numpy as np
 import pytest
@@ -59,44 +56,17 @@ def good(path):
     return path.read_bytes()
 
 
-def header(shape, descr="<f4"):
-    text = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape}, }}\n"
-    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode()
-
-
-def archive(path, x, method=zipfile.ZIP_STORED):
-    """Write an .npz file whose array x is these bytes."""
-    y = io.BytesIO()
-    np.save(y, np.arange(200) % 2)
-    with zipfile.ZipFile(path, "w", method) as file:
-        file.writestr("x.npy", x)
-        file.writestr("y.npy", y.getvalue())
-
-
-def damage(path, where):
+def damage(path):
     whole = bytearray(good(path))
-    whole[where] ^= 0xFF
-    path.write_bytes(whole)
-
-
-def encrypt(path):
-    whole = bytearray(good(path))
-    # The flags of the first member, in its own header and in the directory.
-    whole[6] |= 1
-    whole[whole.index(b"PK\x01\x02") + 8] |= 1
+    whole[500] ^= 0xFF
     path.write_bytes(whole)
 
 
 BAD_DATA = {
     "truncated": lambda path: path.write_bytes(good(path)[:1000]),
-    "damaged": lambda path: damage(path, 500),
+    "damaged": damage,
     "no zip": lambda path: path.write_bytes(b"PK\x03\x04 and so on"),
-    "encrypted": encrypt,
-    "claims terabytes": lambda path: archive(path, header((1 << 40, 2)) + bytes(800)),
-    "negative": lambda path: archive(path, header((-200, 2)) + bytes(1600)),
-    "no array": lambda path: archive(path, b"text"),
-    "no header": lambda path: archive(path, b"\x93NUMPY\x01\x00\xff\xff{"),
-    "objects": lambda path: archive(path, header((200, 2), "|O") + bytes(1600)),
+    "objects": lambda path: np.savez(path, x=np.array([{}] * 9), y=np.arange(9) % 2),
     "a folder": lambda path: path.mkdir(),
 }
 
@@ -109,6 +79,8 @@ def test_bad_data_is_one_line(refused, tmp_path):
 
     for kind, shown in zip(BAD_DATA, refused(*commands), strict=True):
         assert f"--data {kind}.npz: " in shown
+        # Python objects are not even read.
+        assert kind != "objects" or "allow_pickle=False" in shown
     assert not (tmp_path / "log.jsonl").exists()
 
 

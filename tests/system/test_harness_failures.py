@@ -10,9 +10,6 @@ import pytest
 
 from .conftest import REPOSITORY
 
-# How long the others may wait for a rank that has failed: usually 10 s.
-SOON = ("-o", "mpi_failure_limit=3")
-
 
 @pytest.fixture
 def run_tests(mpirun, tmp_path):
@@ -30,40 +27,6 @@ def run_tests(mpirun, tmp_path):
         return mpirun(3, *args, cwd=tmp_path, env={"PYTHONPATH": path})
 
     return run
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        "comm.Barrier()",
-        # Holds the interpreter lock, so that the watchdog cannot run.
-        "ctypes.PyDLL(None).sleep(1000)",
-    ],
-)
-def test_a_rank_that_fails_ends_those_that_wait_for_it(run_tests, call):
-    result = run_tests(
-        f"""
-        import ctypes
-        def test_bad(comm):
-            print("printed by", rank)
-            assert rank != 1, "no luck"
-            {call}
-        """,
-        *SOON,
-    )
-
-    assert result.returncode != 0
-    assert "[rank 1] no progress in 3 s: test_it.py::test_bad" in result.stdout
-    assert "[rank 1] test_it.py::test_bad failed in call" in result.stdout
-    assert re.search(r"\[rank 1\] E .*no luck", result.stdout)
-    assert "[rank 1] printed by 1" in result.stdout
-    if "sleep" not in call:
-        for rank in 0, 2:
-            end = f"[rank {rank}] another rank ends the job, this one is in test_it.py"
-            assert f"{end}::test_bad" in result.stdout
-            assert re.search(rf"\[rank {rank}\] +{re.escape(call)}", result.stdout), (
-                result.stdout
-            )
 
 
 SLOW = """
@@ -96,8 +59,33 @@ def test_it(comm):
         pytest.exit("enough")
     comm.Barrier()
 """
+FAILS = """
+import ctypes
+def test_it(comm):
+    print("printed by", rank)
+    assert rank != 1, "no luck"
+    {}
+"""
+FAILED = [
+    *(r"\[rank 1\] no progress in 3 s: test_it.py::test_it", r"\[rank 1\] E .*no luck"),
+    r"\[rank 1\] test_it.py::test_it failed in call",
+    r"\[rank 1\] printed by 1",
+]
 NO_PROGRESS = r"\[rank 0\] no progress in 2 s: test_it.py::test_it"
 HANGS = {
+    "waits for one that failed": (
+        FAILS.format("comm.Barrier()"),
+        [
+            *FAILED,
+            r"\[rank [02]\] another rank ends the job, this one is in test_it.py::test",
+            *(rf"\[rank {rank}\] +comm.Barrier\(\)" for rank in (0, 2)),
+        ],
+    ),
+    # The watchdog cannot run on the others.
+    "waits with the interpreter": (
+        FAILS.format("ctypes.PyDLL(None).sleep(1000)"),
+        FAILED,
+    ),
     "sleeps": (
         SLOW.format("time.sleep(1000)"),
         [
@@ -121,7 +109,8 @@ HANGS = {
 @pytest.mark.parametrize("case", HANGS)
 def test_a_rank_that_does_not_get_on_ends_the_job_with_all_stacks(run_tests, case):
     text, patterns = HANGS[case]
-    result = run_tests(text, "-o", "mpi_time_limit=2")
+    limit = "mpi_failure_limit=3" if "waits" in case else "mpi_time_limit=2"
+    result = run_tests(text, "-o", limit)
 
     assert result.returncode != 0
     for pattern in patterns:

@@ -410,12 +410,3 @@ def test_a_planted_bug_is_found(search, model, macros, assertion):
     violated = re.search(r"^pan:1: assertion violated (.*) \(at", output, re.MULTILINE)
     assert violated, output
     assert assertion in violated[1]
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_all_bugs_and_happenings_of_the_model_are_looked_for(model):
-    text = (FOLDER / f"{model}.pml").read_text()
-
-    assert set(re.findall(r"BUG_([A-Z_]+)", text)) == set(MODELS[model].bugs)
-    known = set().union(*MODELS[model].happenings.values())
-    assert set(re.findall(r"HAPPENS\((an? .*?|the .*?)\)", text)) == known

@@ -32,18 +32,6 @@ if comm.rank == 0:
 comm.barrier()
 """
 
-LEAVES_SERVERS_OPEN = """
-import numpy as np
-import hpcaccum as hpc
-
-variables = [hpc.Variable(np.zeros(2), "w") for _ in range(2)]
-for w in variables:
-    opt = hpc.DropStaleGradientOptimizer(hpc.SGD(1.0), staleness=9)
-    opt.minimize(lambda: (0.0, [np.ones(2)]), var_list=[w])
-{end}
-print("the end")
-"""
-
 
 @pytest.mark.parametrize("before", ["pass", "raise ValueError('it has had enough')"])
 def test_agent_that_raises_ends_the_job(mpirun, script, before):
@@ -53,17 +41,6 @@ def test_agent_that_raises_ends_the_job(mpirun, script, before):
     assert result.stdout.count("has had enough") >= 1
     assert "ValueError: " in result.stdout
     assert "in handle" in result.stdout
-
-
-@pytest.mark.parametrize("end", ["", "from mpi4py import MPI; MPI.Finalize()"])
-def test_agents_end_with_the_program(mpirun, script, end):
-    # With MPICH each rank is a node.
-    program = script(LEAVES_SERVERS_OPEN.format(end=end))
-    result = mpirun(3, program, env={"MPIR_CVAR_NOLOCAL": "1"})
-
-    assert result.returncode == 0, result.stdout
-    assert result.stdout.count("the end") == 3
-    assert "Error" not in result.stdout
 
 
 # The program of a leader ends before those of other ranks. Two nodes are made up.

@@ -59,24 +59,6 @@ def same_arrays(one, other):
 
 
 @pytest.mark.parametrize(
-    ("changes", "status", "text"),
-    [
-        ({"step": 10**30}, 2, "--resume: saved: step must be one number"),
-        ({"optimizer": {"variables": {}, "state": 5}}, 1, "--resume saved: the snapsh"),
-    ],
-)
-def test_a_state_that_training_did_not_write(train, tmp_path, changes, status, text):
-    facts = {"--strategy": "drop-stale", "--optimizer": "sgd"}
-    facts["network"] = "64-8-10"
-    state = {"facts": facts, "step": 1, "optimizer": {}, "data": {}, **changes}
-    checkpoint.save(tmp_path / "saved", state)
-    shown = train("--strategy", "drop-stale", "--resume", status=status)
-
-    assert f"hpcaccum train: error: {text}" in shown
-    assert "Traceback" not in shown
-
-
-@pytest.mark.parametrize(
     "strategy", ["cross-shard", "sync-replicas --quorum 2"], ids=["cross", "sync"]
 )
 def test_two_jobs_end_with_the_bits_of_one(train, tmp_path, strategy):

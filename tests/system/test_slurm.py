@@ -222,19 +222,8 @@ def submit(
     return Submit(slurm, environment, tmp_path, digits)
 
 
-@pytest.fixture(scope="module")
-def limited(
-    slurm: Cluster, environment: dict[str, str], tmp_path_factory, digits: Path
-) -> tuple[Submit, str]:
-    """A job that will come to its time limit, which SLURM looks at every 30 s."""
-    submit = Submit(slurm, environment, tmp_path_factory.mktemp("limited"), digits)
-    options = "--ntasks-per-node=2", "--time=1", "--signal=B:USR1@40"
-    words = (*LONG, "--epochs", "1000")
-    return submit, submit.start("train.sbatch", *options, words=words)
-
-
 @pytest.mark.parametrize("script", ["train.sbatch", "mpiexec.sbatch"])
-def test_two_nodes(submit: Submit, limited, script):
+def test_two_nodes(submit: Submit, script):
     options = "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=2"
     job, states = submit(script, *options[: 2 + (script == "train.sbatch")])
 
@@ -380,14 +369,6 @@ def test_a_program_that_asks_for_it_is_started_again(submit: Submit):
 
     assert submit.wait(job) == ["COMPLETED"], submit.outputs()
     assert submit.outputs().count("started with") == 4
-
-
-def test_the_time_limit(limited):
-    submit, job = limited
-    shown = submit.until(job, "the job is queued again")
-    submit.slurm.call("scancel", job)
-
-    assert "asked to stop: training ends here" in shown
 
 
 def test_a_benchmark(submit: Submit):

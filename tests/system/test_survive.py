@@ -337,39 +337,58 @@ def test_an_update_of_all_ranks_is_completed(survives, when):
     survives(UPDATE, "", "loss", when)
 
 
-def test_a_mean_of_all_ranks_ends_with_a_status(mpirun, script):
-    args = "cross_shard", "loss", "before"
-    result = mpirun(3, script(TRAIN), *args, survive=True)
+@pytest.fixture
+def ends(mpirun, script):
+    """Run a program, one rank of which is killed; check that the others end as well."""
 
-    # MPICH combines the statuses of all ranks bit by bit.
-    assert result.returncode & RESTART == RESTART, result.stdout
-    assert " is lost: its process has ended" in result.stdout
+    def run(program, *args, lost=2, timeout=40, **options):
+        options |= {"survive": True, "timeout": timeout}
+        result = mpirun(3, script(program), *args, **options)
+        # MPICH combines the statuses of all ranks bit by bit.
+        assert result.returncode & RESTART == RESTART, result.stdout
+        assert f"rank {lost} (process " in result.stdout
+        assert "has the end" not in result.stdout
+        return result.stdout
+
+    return run
+
+
+def test_a_mean_of_all_ranks_ends_with_a_status(ends):
+    output = ends(TRAIN, "cross_shard", "loss", "before")
+
+    assert " is lost: its process has ended" in output
+    assert "Traceback" not in output
+
+
+# What MPICH and Open MPI print.
+REASONS = "KILLED BY SIGNAL: 9", "Killed (signal 9)", "exited on\nsignal 9 (Killed)"
+
+
+@pytest.mark.parametrize("place", ["loss", "protocol.AdmissionProtocol.put_record"])
+def test_a_launcher_that_ends_the_job_has_the_status_of_the_rank(mpirun, script, place):
+    # The others may go on without it before the launcher ends the job.
+    program = TRAIN.replace("accepted < 10", "accepted < 5000")
+    result = mpirun(3, script(program), "sync_replicas", place, "before")
+
+    assert result.returncode in (9, 128 + 9)
+    assert any(reason in result.stdout for reason in REASONS), result.stdout
+    assert "has the end" not in result.stdout
     assert "Traceback" not in result.stdout
-    assert "has the end" not in result.stdout
 
 
-def test_the_loss_of_the_server_ends_with_a_status(mpirun, script):
+def test_the_loss_of_the_server_ends_with_a_status(ends):
     program = TRAIN.replace("rank == size - 1", "rank == 0")
-    result = mpirun(3, script(program), "drop_stale", "loss", "before", survive=True)
-
-    assert result.returncode & RESTART == RESTART, result.stdout
-    assert "rank 0 (process " in result.stdout
-    assert "has the end" not in result.stdout
+    ends(program, "drop_stale", "loss", "before", lost=0)
 
 
 @pytest.mark.parametrize("dedicated", [False, True])
-def test_too_few_workers_end_with_a_status(mpirun, script, dedicated):
-    workers = 3 - dedicated
-    options = f", dedicated={dedicated}, min_workers={workers}"
+def test_too_few_workers_end_with_a_status(ends, dedicated):
+    options = f", dedicated={dedicated}, min_workers={3 - dedicated}"
     program = TRAIN.replace("SGD(1.0), 3, comm=comm", f"SGD(1.0), 3{options}")
     serve = f"if {dedicated} and rank == 0:\n    opt.initialize([w])\n    opt.serve()\n"
     # Long enough that the loss is found before the end.
     program = program.replace("accepted = 0\n", f"{serve}accepted = -1000\n")
-    result = mpirun(3, script(program), "drop_stale", "loss", "before", survive=True)
-
-    assert result.returncode & RESTART == RESTART, result.stdout
-    assert "rank 2 (process " in result.stdout
-    assert "has the end" not in result.stdout
+    ends(program, "drop_stale", "loss", "before")
 
 
 FREE = (
@@ -384,13 +403,9 @@ acc.free()
 
 @pytest.mark.skipif(not MPICH, reason="the error of Open MPI ends the job at once")
 @pytest.mark.parametrize("leg", LEGS)
-def test_a_loss_while_memory_is_freed_ends_with_a_status(mpirun, script, leg):
+def test_a_loss_while_memory_is_freed_ends_with_a_status(ends, leg):
     env = MESSAGES if leg == "messages" else {}
-    args = "sum", "storage.Sums.free", "before"
-    result = mpirun(3, script(FREE), *args, survive=True, env=env, timeout=25)
-
-    assert result.returncode & RESTART == RESTART, result.stdout
-    assert "rank 2 (process " in result.stdout
+    ends(FREE, "sum", "storage.Sums.free", "before", env=env, timeout=25)
 
 
 # The last rank is killed while it computes a gradient.
@@ -597,12 +612,10 @@ print(f"rank {rank} has the end")
         ]
     ),
 )
-def test_a_loss_during_the_start_ends_with_a_status(mpirun, script, place):
-    result = mpirun(3, script(START), place, survive=True, timeout=40)
+def test_a_loss_during_the_start_ends_with_a_status(ends, place):
+    output = ends(START, place)
 
-    assert result.returncode & RESTART == RESTART, result.stdout
     # Open MPI's mpiexec may end the second one before it says so.
     text = r"rank [01] of 3 ends: .*rank 2 \(process \d+ on .+\) is lost: its process"
-    assert re.search(text, result.stdout), result.stdout
-    assert "has the end" not in result.stdout
-    assert "Traceback" not in result.stdout
+    assert re.search(text, output), output
+    assert "Traceback" not in output

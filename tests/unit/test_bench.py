@@ -46,6 +46,7 @@ BAD = {
     "4K:": "or a range such as 4K:256M or 4K:256M:2, got '4K:'",
     ":4K": "or a range such as 4K:256M or 4K:256M:2, got ':4K'",
     "4X:1M": "or a range such as 4K:256M or 4K:256M:2, got '4X:1M'",
+    "0": "must be a multiple of 128 bytes, got '0'",
     "100:1M": "must be a multiple of 128 bytes, got '100:1M'",
     "1M:4K": "must be a range from a smaller to a larger size, ",
     "4K:1M:1": "with a factor from 2 on, got '4K:1M:1'",

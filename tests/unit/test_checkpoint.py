@@ -7,7 +7,6 @@ import errno
 import json
 import logging
 import os
-import random
 import shutil
 import socket
 import stat
@@ -199,19 +198,6 @@ def test_arrays_of_any_kind(tmp_path):
     assert found["tuple"] == [1, 2]
     # The result belongs to the caller.
     assert all(found[name].flags.writeable for name in found if name != "tuple")
-
-
-def test_random_generators_continue(tmp_path):
-    generator, plain = np.random.default_rng(1), random.Random(1)
-    state = {"numpy": generator.bit_generator.state, "python": plain.getstate()}
-    checkpoint.save(tmp_path, state)
-    expected = [*generator.random(5), plain.random()]
-    found = checkpoint.load(tmp_path)
-    generator.bit_generator.state = found["numpy"]
-    version, numbers, gauss = found["python"]
-    plain.setstate((version, tuple(numbers), gauss))
-
-    assert [*generator.random(5), plain.random()] == expected
 
 
 def test_other_programs_read_the_arrays(tmp_path):

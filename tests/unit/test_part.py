@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpcaccum.server.parameter_copies import Copier
 from hpcaccum.server.part import Part, cut, joined
 from hpcaccum.server.wire_format import WireFormat
 
@@ -52,38 +51,3 @@ def test_pieces_of_all_servers_are_the_variables(count, elementwise):
         np.testing.assert_array_equal(whole, view.astype(whole.dtype))
         holders = [name in arrays for arrays in found]
         assert all(holders) if elementwise else holders.count(True) == 1
-
-
-@pytest.mark.parametrize("elementwise", [True, False])
-def test_gradients_are_those_of_the_wire_format(elementwise):
-    form, rng = wire(), np.random.default_rng(0)
-    gradient = rng.standard_normal(form.gradients.size).astype(np.float32)
-    # Half of the ranks have the matrix, all the vector, none the scalar.
-    gradient[form.present] = [0.5, 0, 1, 1]
-    expected = form.read_gradients(gradient.copy())
-    found = []
-    for each in parts_of(form, 3, elementwise):
-        ranges = np.concatenate([gradient[piece] for piece in each.ranges])
-        found.append(each.wire.read_gradients(ranges))
-
-    assert expected.keys() == {"matrix", "vector", "empty"}
-    for name in ("matrix", "vector"):
-        whole = joined([grads.get(name) for grads in found], SHAPES[name])
-        np.testing.assert_array_equal(whole, expected[name])
-    assert not any("scalar" in grads for grads in found)
-
-
-def test_parameters_are_written_to_their_places():
-    form = wire()
-    flat = np.arange(form.parameters.size, dtype=np.float32)
-    for each in parts_of(form, 3, True):
-        arrays = each.wire.parameters.views(flat[each.part])
-        written = np.full(each.part.stop - each.part.start, np.nan, np.float32)
-        Copier(each.wire).write(arrays, written, 0)
-        filled = ~np.isnan(written)
-        np.testing.assert_array_equal(written[filled], flat[each.part][filled])
-        assert filled.sum() == sum(array.size for array in arrays.values())
-
-
-def test_an_array_that_no_server_has():
-    assert joined([None, None], (2,)) is None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import functools
 import pickle
-import threading
 
 import ml_dtypes
 import numpy as np
@@ -15,9 +15,6 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers import update_rule
 from hpcaccum.optimizers.base import (
     ExchangeKind,
-    Optimizer,
-    scaled,
-    set_global_step,
 )
 from hpcaccum.optimizers.checks import check_pairs, check_variables
 from hpcaccum.optimizers.rules import SGD, Adagrad, Adam, Momentum
@@ -145,14 +142,8 @@ def test_any_strides_give_the_same_bits(of_value, of_grad, dtype):
 
     np.testing.assert_array_equal(w.value, expected.value)
     assert w.value.strides == strided(of_value, dtype).strides
-
-
-def test_what_lies_between_the_elements_is_left_alone():
-    memory = np.zeros(6, np.float32)
-
-    SGD(1).apply_gradients([(np.ones(3), Variable(memory[::2], "w"))])
-
-    assert memory.tolist() == [-1, 0, -1, 0, -1, 0]
+    # What lies between the elements is left alone.
+    assert of_value != "every other" or not w.value.base[::2].any()
 
 
 @pytest.mark.parametrize(
@@ -199,23 +190,15 @@ def test_the_array_stays_and_the_gradient_is_not_modified(rule, shape):
     assert (grad == 3).all()
 
 
+@pytest.mark.parametrize("step", [1, -1])
 @pytest.mark.parametrize("rule", MAKERS)
-def test_a_gradient_may_be_the_variable_itself(rule):
-    array = np.arange(1.0, 2.0 + update_rule.PIECE)
-    expected = plain(rule, array, [array])
+def test_a_gradient_may_be_the_variable_itself_or_lie_across_it(rule, step):
+    array = np.arange(1.0, 2.0 + 3 * update_rule.PIECE)
+    expected = plain(rule, array, [array[::step]])
 
-    MAKERS[rule]().apply_gradients([(array, Variable(array, "w"))])
+    MAKERS[rule]().apply_gradients([(array[::step], Variable(array, "w"))])
 
     np.testing.assert_allclose(array, expected, 1e-12, 1e-12)
-
-
-def test_a_gradient_may_lie_across_its_variable():
-    array = np.arange(3.0 * update_rule.PIECE)
-    expected = array - array[::-1]
-
-    SGD(1).apply_gradients([(array[::-1], Variable(array, "w"))])
-
-    np.testing.assert_array_equal(array, expected)
 
 
 # Slots
@@ -276,22 +259,14 @@ def test_two_threads_use_one_optimizer():
     opt = Adam(0.5)
     size = 3 * update_rule.PIECE
     pairs = [(np.full(size, i + 1.0), Variable(np.zeros(size), "w")) for i in range(4)]
-    failed = []
 
     def work(pair):
-        try:
-            for _ in range(5):
-                opt.apply_gradients([pair])
-        except Exception as error:  # shown by the assertion
-            failed.append(error)
+        for _ in range(5):
+            opt.apply_gradients([pair])
 
-    threads = [threading.Thread(target=work, args=(pair,)) for pair in pairs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, pairs))
 
-    assert failed == []
     for grad, w in pairs:
         alone = Variable(np.zeros(size), "w")
         steps(Adam(0.5), alone, [grad] * 5)
@@ -302,15 +277,18 @@ def test_two_threads_use_one_optimizer():
 
 
 def test_minimize_by_hand():
-    w, step = one([4.0]), Variable(0, "step", trainable=False)
+    w = one([4.0])
+    step = Variable(np.array(0, np.int32), "step", trainable=False)
     opt = SGD(0.25)
 
     for _ in range(3):
         result = opt.minimize(lambda: (0, [2 * w.value]), step, [w])
 
     assert w.value == [0.5]
-    assert step.value == 3
+    assert (step.value, step.dtype) == (3, np.int32)
     assert result is None
+    SGD(0.25).apply_gradients(zip([[2.0]], [w], strict=True))
+    assert w.value == [0]
 
 
 def test_gates_names_and_exchange():
@@ -350,27 +328,15 @@ def test_grad_loss_multiplies_the_gradients(dtype):
     assert found.dtype == (np.float64 if dtype.kind == "i" else dtype)
 
 
-def test_scaled_keeps_arrays_of_no_dimension():
-    assert scaled(np.array(3, np.float32), 1 / 2).shape == ()
-    assert isinstance(scaled(np.array(3, np.float32), 1 / 2), np.ndarray)
-    assert scaled(np.array(8, np.float32), 1 / 3) == np.float32(8) * np.float32(1 / 3)
-
-
-def test_no_var_list_means_that_of_initialize():
+def test_no_var_list_means_that_of_initialize_or_the_first_one():
     w, v = one(name="w"), one(name="v")
     opt = SGD(1)
     opt.initialize([w, v])
 
     assert opt.compute_gradients(lambda: (0, [1.0, None])) == [(1.0, w), (None, v)]
-
-
-def test_the_first_var_list_is_remembered():
-    w = one()
-    opt = SGD(1)
-    opt.minimize(lambda: (0, [1.0]), var_list=[w])
-
-    opt.minimize(lambda: (0, [1.0]))
-
+    other = SGD(1)
+    other.minimize(lambda: (0, [1.0]), var_list=[w])
+    other.minimize(lambda: (0, [1.0]))
     assert w.value == -2
 
 
@@ -379,24 +345,6 @@ def test_ignored_arguments_are_accepted():
     SGD(1).minimize(lambda: (0, [1.0]), None, [w], 2, "any", True, "name", 3)
 
     assert w.value == -3
-
-
-def test_an_iterator_of_pairs_is_accepted():
-    w = one()
-
-    SGD(1).apply_gradients(zip([1.0], [w], strict=True))
-
-    assert w.value == -1
-
-
-def test_a_variable_without_gradient_is_left_alone():
-    a, b = one(name="a"), one(name="b")
-    opt = Momentum(1, 0.5)
-
-    opt.apply_gradients([(None, a), (1.0, b)])
-
-    assert (a.value, b.value) == (0, -1)
-    assert opt.get_slot(a, "momentum") is None
 
 
 def test_a_learning_rate_that_is_set_counts_from_the_next_update():
@@ -471,16 +419,6 @@ def test_a_subclass_may_have_attributes_of_its_own():
     assert steps(opt, one(), [2]) == [-1]
 
 
-def test_set_global_step():
-    step = Variable(np.array(3, np.int32), "step")
-
-    set_global_step(step, 7)
-    set_global_step(None, 7)
-
-    assert step.value == 7
-    assert step.dtype == np.int32
-
-
 # Variables
 
 
@@ -491,14 +429,6 @@ def test_a_variable_is_the_array_itself(dtype):
 
     assert w.value is array
     assert (w.name, w.shape, w.dtype, w.trainable) == ("w", (2, 3), array.dtype, False)
-
-
-def test_numbers_and_lists_become_new_arrays():
-    assert Variable(3).dtype == np.int64
-    assert Variable(3.5).shape == ()
-    assert Variable([1.0, 2.0]).value.tolist() == [1, 2]
-    assert Variable(np.float32(2)).dtype == np.float32
-    assert Variable(BFLOAT16.type(2)).dtype == BFLOAT16
 
 
 def test_assigning_to_the_value_copies():
@@ -747,41 +677,14 @@ def test_bad_options(name):
             make(**{name: value})
 
 
-class Collective(Optimizer):
-    exchange = ExchangeKind.COLLECTIVE
-
-    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
-        raise NotImplementedError
-
-
-class OneSided(Collective):
-    exchange = ExchangeKind.ONE_SIDED
-
-
-def test_which_optimizer_can_hold_which():
-    local, collective, one_sided = SGD(1), Collective("c"), OneSided("o")
-    for inner, outer in ((local, collective), (local, one_sided)):
-        check_inner(inner, outer)
-    check_inner(collective, collective)
-
-    for inner, outer in (
-        (collective, one_sided),
-        (one_sided, collective),
-        (one_sided, one_sided),
+def test_what_is_no_optimizer_is_told_what_helps():
+    torch = type("SGD", (), {"__module__": "torch.optim.sgd"})()
+    for given, text in (
+        (SGD, r"got the class SGD; call it: SGD\(0.1\)$"),
+        (torch, r"got torch\.optim\.sgd\.SGD; for PyTorch use hpcaccum\.torch$"),
     ):
-        with pytest.raises(InvalidArgumentError, match="cannot hold"):
-            check_inner(inner, outer)
-    with pytest.raises(TypeError, match=r"Collective: .* an Optimizer, got str$"):
-        check_inner("SGD", collective)
-    with pytest.raises(TypeError, match=r"got the class SGD; call it: SGD\(0.1\)$"):
-        check_inner(SGD, collective)
-
-
-def test_an_optimizer_of_pytorch_is_led_to_its_adapter():
-    kind = type("SGD", (), {"__module__": "torch.optim.sgd"})
-    message = r"got torch\.optim\.sgd\.SGD; for PyTorch use hpcaccum\.torch$"
-    with pytest.raises(TypeError, match=message):
-        check_inner(kind(), Collective("c"))
+        with pytest.raises(TypeError, match=text):
+            check_inner(given, SGD(1))
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcaccum.accumulator import Receipt
-from hpcaccum.accumulator.state import Packing, Record, State, WordLayout
+from hpcaccum.accumulator.state import Packing, Record, State
 
 states = st.builds(
     State,
@@ -60,18 +60,6 @@ def test_record_is_two_words_the_first_never_nothing(record):
     assert word < 2**63
     if record.number or record.adding:
         assert word != 0
-
-
-def test_words_are_assigned_one_after_the_other():
-    fixed = WordLayout()
-    assert [fixed.take(), fixed.take(own_lines=True), fixed.take(3)] == [0, 8, 16]
-    layout = WordLayout(fixed.count)
-    assert [layout.take(2), layout.take(9, own_lines=True), layout.take()] == [
-        19,
-        24,
-        40,
-    ]
-    assert (fixed.count, layout.count) == (19, 41)
 
 
 def test_a_receipt_is_printed_in_a_line():

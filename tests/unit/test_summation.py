@@ -34,30 +34,24 @@ def in_order(parts, divisor, dtype):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
-@pytest.mark.parametrize("number", [1, 2, 5])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
-def test_any_number_of_threads_gives_the_same_bits(small, threads, number, dtype):
-    parts = vectors(number, dtype=dtype)
-    wide = np.result_type(dtype, np.float32).type
-    for divisor in (1, 3, 4):
-        out = np.full(1001, np.nan, wide)
-        add_in_order(parts, out, divisor, threads)
-        same_bits(out, in_order(parts, divisor, wide))
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
 @pytest.mark.parametrize(
-    "factors", [[2.5], [1, 0.3], [0.3, 1, 7], [0.3, 2, 1, 7, 0.1]], ids=str
+    ("number", "factors"),
+    [
+        *((number, None) for number in (1, 2, 5)),
+        *((1, [2.5]), (2, [1, 0.3]), (3, [0.3, 1, 7]), (5, [0.3, 2, 1, 7, 0.1])),
+    ],
 )
-def test_a_part_counts_with_its_factor(small, threads, dtype, factors):
-    parts = vectors(len(factors), dtype=dtype)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+def test_any_number_of_threads_gives_the_same_bits(
+    small, threads, number, factors, dtype
+):
+    parts = vectors(number, dtype=dtype)
     wide = np.result_type(dtype, np.float32).type
     products = [
         part.astype(wide) * wide(factor)
-        for part, factor in zip(parts, factors, strict=True)
+        for part, factor in zip(parts, factors or [1] * number, strict=True)
     ]
-    for divisor in (1, sum(factors), 0.5, 4.0):
+    for divisor in (1, 3, 4.0, 0.5, sum(factors or [1])):
         out = np.full(1001, np.nan, wide)
         add_in_order(parts, out, divisor, threads, factors)
         same_bits(out, in_order(products, divisor, wide))

@@ -7,7 +7,6 @@ import threading
 
 import pytest
 
-from hpcaccum import WaitTimeoutError
 from hpcaccum import worker_threads as helpers
 from hpcaccum.deadline import Deadline, Wake
 from hpcaccum.server.publisher import Change
@@ -111,15 +110,6 @@ def test_nap_ends_when_another_thread_says_so():
     assert result == [True]
 
 
-def test_calls_before_a_nap_count_as_one():
-    wake = Wake()
-    wake.wake()
-    wake.wake()
-
-    assert wake.nap(0.0)
-    assert not wake.nap(0.0)
-
-
 def test_wait_ends_with_the_change():
     change, happened = Change(made_here=True), []
     begun = threading.Event()
@@ -140,10 +130,3 @@ def test_wait_ends_with_the_change():
     thread.join(WAIT)
 
     assert not thread.is_alive()
-
-
-@pytest.mark.parametrize("made_here", [True, False])
-def test_wait_has_a_limit(made_here):
-    change = Change(made_here=made_here)
-    with pytest.raises(WaitTimeoutError, match=r"waited .* for an answer"):
-        change.wait(lambda: False, Deadline(0.01, "test"), lambda: "an answer")

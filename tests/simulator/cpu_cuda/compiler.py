@@ -88,14 +88,16 @@ def entry_points(source: str, options: tuple[str, ...] = ()) -> dict[str, list[s
     }
 
 
-def library(source: str, name: str, options: tuple[str, ...], checks: str) -> Path:
+def library(source: str, options: tuple[str, ...], checks: str) -> Path:
     """Return the path of the library of one source, built if it is not there yet."""
     if problem := missing():
         raise CudaError(problem)
     entries = "".join(f"CPU_CUDA_KERNEL({each})\n" for each in entry_points(source))
     # An unnamed namespace: variables of templates get no linkage that would keep them
     # out of the section of shared memory.
-    text = f'namespace {{\n#line 1 "{name}"\n{source}\n}}\n#line 1 "entries"\n{entries}'
+    text = (
+        f'namespace {{\n#line 1 "kernel.cu"\n{source}\n}}\n#line 1 "entries"\n{entries}'
+    )
     flags = [*FLAGS, *CHECKS[checks][0], *_known(options)]
 
     def make(target: Path) -> None:
@@ -110,7 +112,7 @@ def library(source: str, name: str, options: tuple[str, ...], checks: str) -> Pa
         link = ["g++", "-shared", *CHECKS[checks][1], *objects, "-o", str(target)]
         _run(link)
 
-    return _kept(f"{Path(name).stem}.so", [text, *flags], make)
+    return _kept("kernel.so", [text, *flags], make)
 
 
 def _runtime(checks: str, file: str) -> Path:

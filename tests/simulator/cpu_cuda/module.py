@@ -20,35 +20,24 @@ KINDS = {"f": "f", "i": "i", "u": "i", "b": "i"}
 WORDS = {"p": "a pointer", "f": "a float", "i": "an integer", "s": "a struct"}
 
 
-def build(
-    source: str,
-    *,
-    name: str = "kernel.cu",
-    options: tuple[str, ...] = (),
-    checks: str | None = None,
-) -> Module:
+@functools.cache
+def build(source: str, options: tuple[str, ...] = ()) -> Module:
     """Compile a CUDA source for the CPU.
 
+    CPU_CUDA_CHECKS of the environment selects a check: "", "undefined", "address" (in a
+    process that has libasan preloaded) or "race".
+
     Args:
-        name: For messages.
         options: As given to CuPy; those that g++ does not know are dropped.
-        checks: "", "undefined", "address" (in a process that has libasan preloaded) or
-            "race"; None takes that of the environment's CPU_CUDA_CHECKS.
 
     Raises:
         CudaError: With the compiler's text.
     """
-    if checks is None:
-        checks = os.environ.get("CPU_CUDA_CHECKS", "")
-    return _build(source, name, tuple(options), checks)
-
-
-@functools.cache
-def _build(source: str, name: str, options: tuple[str, ...], checks: str) -> Module:
     parameters = compiler.entry_points(source, options)
     if not parameters:
-        raise CudaError(f'{name} has no extern "C" __global__ function')
-    return Module(compiler.library(source, name, options, checks), parameters)
+        raise CudaError('the source has no extern "C" __global__ function')
+    checks = os.environ.get("CPU_CUDA_CHECKS", "")
+    return Module(compiler.library(source, options, checks), parameters)
 
 
 class Module:
@@ -76,15 +65,13 @@ class Module:
         args: Any,
         *,
         shared_mem: int = 0,
-        seed: int | None = None,
     ) -> None:
-        """Run a kernel to its end, its threads in an order that the seed decides.
+        """Run a kernel to its end, its threads in random order.
 
         Args:
             args: NumPy scalars (Python's int, float and bool mean int64, float64 and
                 bool, as they do for CuPy), None, contiguous arrays, or objects with
                 `ptr` and `nbytes`.
-            seed: None takes that of the environment's CPU_CUDA_SEED, or a random one.
 
         Raises:
             CudaError: If an argument is of another width than its parameter, or the
@@ -98,8 +85,7 @@ class Module:
         if np.prod(sizes[1]) > 1024:
             raise CudaError(f"{name}: {block} are more than 1024 threads a block")
         values = self._values(name, args)
-        if seed is None:
-            seed = int(os.environ.get("CPU_CUDA_SEED") or random.getrandbits(32))
+        seed = int(os.environ.get("CPU_CUDA_SEED") or random.getrandbits(32))
         if text := self._run(name, sizes, values, seed):
             raise CudaError(f"{name}: {self._located(text)} (CPU_CUDA_SEED={seed})")
 

@@ -7,9 +7,7 @@ work runs.
 Environment:
     CUPY_SIMULATOR_DEVICES: How many devices, 1 by default; 0 is a machine without a
         driver.
-    CUPY_SIMULATOR_ARCH: Their compute capability, 90 by default.
     CUPY_SIMULATOR_SEED: Of the moments at which work runs early, 0 by default.
-    CUPY_SIMULATOR_PROGRESS: How likely that is, 0.2 by default; 0 is the latest.
 """
 
 from __future__ import annotations

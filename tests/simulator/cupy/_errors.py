@@ -25,15 +25,3 @@ class CUDARuntimeError(RuntimeError):
     def __init__(self, status, _why=""):
         self.status = status
         super().__init__(_TEXTS[status] + (f" ({_why})" if _why else ""))
-
-
-class CUDADriverError(RuntimeError):
-    """Raised when the CUDA driver refuses."""
-
-    def __init__(self, status, _why=""):
-        self.status = status
-        text = {
-            1: "CUDA_ERROR_INVALID_VALUE: invalid argument",
-            500: "CUDA_ERROR_NOT_FOUND: named symbol not found",
-        }[status]
-        super().__init__(text + (f" ({_why})" if _why else ""))

@@ -234,9 +234,6 @@ class ndarray:
         # NumPy copied, now; the device does it later.
         return late(change, self)
 
-    def transpose(self, *axes):
-        return self._view(self._host.transpose(*axes))
-
     def __getitem__(self, index):
         return _indexing.get(self, index)
 

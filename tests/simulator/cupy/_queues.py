@@ -25,7 +25,7 @@ from ._errors import CUDARuntimeError
 lock = threading.RLock()
 
 # The chance that putting or asking lets some work run; 0 is the latest device there is.
-progress = float(os.environ.get("CUPY_SIMULATOR_PROGRESS", "0.2"))
+progress = 0.2
 
 _random = random.Random(int(os.environ.get("CUPY_SIMULATOR_SEED", "0")))
 _numbers = itertools.count(1)

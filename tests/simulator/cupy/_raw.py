@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import sys
 
 import numpy as np
 
 from . import _compute
-from ._errors import CUDADriverError, CUDARuntimeError
+from ._errors import CUDARuntimeError
 from .cuda.compiler import CompileException
-from .cuda.device import Device, get_device_id
+from .cuda.device import get_device_id
 from .cuda.memory import MemoryPointer
 from .cuda.stream import _queue_of
-
-_OLDEST = 75  # that NVRTC 13 compiles for
 
 
 class RawModule:
@@ -28,24 +25,18 @@ class RawModule:
         self._built()
 
     def get_function(self, name):
-        if name not in self._built().names:
-            raise CUDADriverError(500)
+        self._built()
         kernel = RawKernel(self.code, name, self.options, self.backend)
         kernel._module = self._module
         return kernel
 
     def _built(self):
-        # The current device's architecture is compiled for.
-        capability = Device().compute_capability
         if self._module is None:
-            self._module = _build(self.code, self.options, self.backend, capability)
+            self._module = _build(self.code, self.options, self.backend)
         return self._module
 
 
-def _build(code, options, backend, capability):
-    if int(capability) < _OLDEST:
-        text = "nvrtc: error: invalid value for --gpu-architecture (-arch)"
-        raise CompileException(text, code, "kernel.cu", options, backend)
+def _build(code, options, backend):
     from cpu_cuda import CudaError, build
 
     try:
@@ -73,7 +64,6 @@ class RawKernel:
         """Queue a launch; the next wait reports an error of the kernel."""
         self.compile()
         grid, block = _sizes(grid), _sizes(block)
-        _check_sizes(grid, block)
         values = [_argument(each) for each in args]
         place = _caller()
 
@@ -127,15 +117,6 @@ def _check_places(values):
 def _sizes(sizes):
     # CuPy, too, makes one of a zero.
     return tuple(max(1, int(each)) for each in (*sizes, 1, 1)[:3])
-
-
-def _check_sizes(grid, block):
-    most = ((2**31 - 1, 65535, 65535), (1024, 1024, 64))
-    for sizes, limits in zip((grid, block), most, strict=True):
-        if any(size > limit for size, limit in zip(sizes, limits, strict=True)):
-            raise CUDADriverError(1)
-    if math.prod(block) > 1024:
-        raise CUDADriverError(1)
 
 
 def _caller():

@@ -18,16 +18,6 @@ _NAMES = (
     "true_divide trunc"
 )
 UFUNCS = _NAMES.split()
-# Those that CuPy applies to elements in place.
-_AT = (
-    "add",
-    "subtract",
-    "maximum",
-    "minimum",
-    "bitwise_and",
-    "bitwise_or",
-    "bitwise_xor",
-)
 
 
 class ufunc:
@@ -38,20 +28,9 @@ class ufunc:
         self.nin, self.nout, self.nargs = _function.nin, 1, _function.nargs
         self.__name__, self.__doc__ = _function.__name__, _function.__doc__
 
-    def __repr__(self):
-        return f"<ufunc '{self.name}'>"
-
     def __call__(self, *args, out=None, where=None, casting="same_kind", **kwargs):
-        if len(args) not in (self.nin, self.nargs):
-            raise TypeError(
-                f"Wrong number of arguments for {self.name!r}. It must be either "
-                f"{self.nin} or {self.nargs} (with outputs), but given {len(args)}."
-            )
         if len(args) == self.nargs:
             *args, out = args
-        wrong = {key: value for key, value in kwargs.items() if key != "dtype"}
-        if wrong:
-            raise TypeError(f"Wrong arguments {wrong}")
         where = None if where is True else where
         return late(
             self._function, *args, out=out, where=where, casting=casting, **kwargs
@@ -59,8 +38,6 @@ class ufunc:
 
     def at(self, a, indices, b=None):
         """Change elements, also several times one."""
-        if self.__name__ not in _AT:
-            raise NotImplementedError(f"`{self.name}.at` is not supported yet")
         _indexing.at(self._function, a, indices, b)
 
 
@@ -110,17 +87,11 @@ def zeros_like(a, dtype=None, order="K", subok=None, shape=None):
 
 def array(obj, dtype=None, copy=True, order="K", subok=False, ndmin=0):
     if not isinstance(obj, ndarray):
-        if isinstance(obj, (list, tuple)) and ndarray in map(type, obj):
-            return _typed(stack(obj), dtype)
         return _transfer.array(obj, dtype, order, ndmin)
     new = obj.astype(obj.dtype if dtype is None else dtype, order, copy=bool(copy))
     if order in ("C", "F") and not new.flags[f"{order}_CONTIGUOUS"]:
         new = new.copy(order)
     return new.reshape((1,) * (ndmin - new.ndim) + new.shape) if ndmin else new
-
-
-def _typed(values, dtype):
-    return values if dtype is None else values.astype(dtype, copy=False)
 
 
 def asarray(a, dtype=None, order=None):

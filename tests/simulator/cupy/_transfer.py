@@ -39,7 +39,7 @@ def _fetch(packed, out, queue, *, late):
         queue.put(lambda: np.copyto(out, host))
     elif out.nbytes:
         address, source = out.ctypes.data, packed._host.ctypes.data
-        runtime._copy_bytes(address, source, out.nbytes, 2, queue)
+        runtime._copy_bytes(address, source, out.nbytes, queue, to_device=False)
 
 
 def _check_out(array, out):
@@ -78,7 +78,8 @@ def set(array, values, stream):
 def _send(array, values, queue):
     if values.nbytes:
         address = array._host.ctypes.data
-        runtime._copy_bytes(address, values.ctypes.data, values.nbytes, 1, queue)
+        source = values.ctypes.data
+        runtime._copy_bytes(address, source, values.nbytes, queue, to_device=True)
 
 
 def array(values, dtype=None, order="C", ndmin=0):
@@ -97,5 +98,5 @@ def empty_pinned(shape, dtype, order):
     """Return a NumPy array in pinned memory."""
     dtype = np.dtype(dtype)
     count = int(np.prod(shape, dtype=np.int64))
-    memory = pinned_memory.alloc_pinned_memory(count * dtype.itemsize)
+    memory = pinned_memory.empty(count * dtype.itemsize)
     return np.ndarray(shape, dtype, memory, order=order)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["CompileException"]
-
 
 class CompileException(Exception):
     """Raised with the compiler's text."""

@@ -8,8 +8,6 @@ import threading
 from .. import _queues
 from .._errors import CUDARuntimeError
 
-__all__ = ["Device", "get_device_id"]
-
 _MEMORY = 8 << 30
 _current = threading.local()
 
@@ -73,11 +71,6 @@ class Device:
         """Where it is in the machine: the same in all processes."""
         _check(self.id)
         return f"0000:{self.id + 1:02X}:00.0"
-
-    @property
-    def compute_capability(self):
-        _check(self.id)
-        return os.environ.get("CUPY_SIMULATOR_ARCH", "90")
 
     @property
     def mem_info(self):

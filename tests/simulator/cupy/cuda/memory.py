@@ -17,8 +17,6 @@ from .._errors import CUDARuntimeError
 from .device import Device, get_device_id
 from .stream import _queue_of
 
-__all__ = ["BaseMemory", "Memory", "MemoryPointer", "MemoryPool", "UnownedMemory"]
-
 # Every byte; NaN in all floating dtypes, -1 in all signed integers.
 _POISON = 0xFF
 _ALIGNMENT = 512

@@ -4,32 +4,9 @@ from __future__ import annotations
 
 import ctypes
 
-from .._errors import CUDARuntimeError
+from .._errors import CUDARuntimeError as CUDARuntimeError
 from . import pinned_memory
-from .device import Device, _count, get_device_id
-from .memory import _on_device
-
-__all__ = [
-    "CUDARuntimeError",
-    "deviceSynchronize",
-    "driverGetVersion",
-    "getDevice",
-    "getDeviceCount",
-    "getDeviceProperties",
-    "hostRegister",
-    "hostUnregister",
-    "memcpyDefault",
-    "memcpyDeviceToDevice",
-    "memcpyDeviceToHost",
-    "memcpyHostToDevice",
-    "memcpyHostToHost",
-]
-
-memcpyHostToHost = 0
-memcpyHostToDevice = 1
-memcpyDeviceToHost = 2
-memcpyDeviceToDevice = 3
-memcpyDefault = 4
+from .device import _count, get_device_id
 
 
 def getDeviceCount():
@@ -52,10 +29,6 @@ def driverGetVersion():
         return 0
 
 
-def deviceSynchronize():
-    Device().synchronize()
-
-
 def hostRegister(ptr, size, flags):
     get_device_id()
     pinned_memory._register(ptr, size)
@@ -66,31 +39,16 @@ def hostUnregister(ptr):
     pinned_memory._unregister(ptr)
 
 
-def _copy_bytes(target, source, size, kind, queue):
-    """Copy as cudaMemcpyAsync does.
+def _copy_bytes(target, source, size, queue, *, to_device):
+    """Copy between host and device as cudaMemcpyAsync does.
 
     Source: CUDA Runtime API, "API synchronization behavior": from pageable memory the
     host's bytes are taken before return, to pageable memory all is done at return.
     """
-    if kind not in range(5):
-        raise CUDARuntimeError(1)
-    if not size:
-        return
-    if kind == memcpyDefault:
-        kind = 2 * _on_device(source) + _on_device(target)
-    host = source if kind == 1 else target if kind == 2 else 0
-    if kind == memcpyHostToHost:
-        queue.synchronize()
-        ctypes.memmove(target, source, size)
-    elif host and not pinned_memory._pinned(host, size):
-        _copy_pageable(target, source, size, kind, queue)
-    else:
-        used = (host, size) if host else ()
-        queue.put(lambda: ctypes.memmove(target, source, size), host=used)
-
-
-def _copy_pageable(target, source, size, kind, queue):
-    if kind == memcpyHostToDevice:
+    host = source if to_device else target
+    if pinned_memory._pinned(host, size):
+        queue.put(lambda: ctypes.memmove(target, source, size), host=(host, size))
+    elif to_device:
         now = ctypes.string_at(source, size)
         queue.put(lambda: ctypes.memmove(target, now, size))
     else:

@@ -12,8 +12,6 @@ from .. import _queues
 from .._errors import CUDARuntimeError
 from .device import get_device_id
 
-__all__ = ["Event", "Stream", "get_current_stream", "get_elapsed_time"]
-
 # A new stream gets the address of one that is gone, whose work may not be complete:
 # CUDA gives addresses again at once.  Source: rapidsai/rmm, issue 649.
 _gone = []
@@ -23,21 +21,17 @@ _current = threading.local()
 
 
 class Stream:
-    """A stream; a new one of the current device unless it is one of the defaults.
+    """A new stream of the current device.
 
-    The two default streams belong to whatever device is current when they are used.
+    The default stream belongs to whatever device is current when it is used.
     """
 
-    def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
+    def __init__(self, *, non_blocking=False):
         self.device_id = get_device_id()
-        self._default = 0 if null else 2 if ptds else None
-        if self._default is None:
-            self.ptr = _gone.pop() if _gone else next(_pointers)
-            kind = "free" if non_blocking else "blocking"
-            self._own = _queues.Queue(self.device_id, kind, self.ptr)
-            _streams[self.ptr] = self
-        else:
-            self.ptr, self._own = self._default, None
+        self.ptr = _gone.pop() if _gone else next(_pointers)
+        kind = "free" if non_blocking else "blocking"
+        self._own = _queues.Queue(self.device_id, kind, self.ptr)
+        _streams[self.ptr] = self
         self._before = []
 
     def __del__(self, is_finalizing=sys.is_finalizing):
@@ -53,18 +47,14 @@ class Stream:
     def from_external(cls, obj):
         _, ptr = obj.__cuda_stream__()
         stream = cls.__new__(cls)
-        stream.device_id, stream.ptr, stream._default = get_device_id(), ptr, None
+        stream.device_id, stream.ptr = get_device_id(), ptr
         stream._own, stream._before = _queue_of(ptr), []
         stream._foreign = obj
         return stream
 
     @property
     def _queue(self):
-        if self._own is not None:
-            return self._own
-        if self._default == 0:
-            return _queues.null_queue(get_device_id())
-        return _thread_queue(get_device_id())
+        return self._own or _queues.null_queue(get_device_id())
 
     def __eq__(self, other):
         return isinstance(other, Stream) and self.ptr == other.ptr
@@ -152,41 +142,21 @@ def _table():
     return _current.streams
 
 
-def _thread_queue(device):
-    if not hasattr(_current, "queues"):
-        _current.queues = {}
-    if device not in _current.queues:
-        _current.queues[device] = _queues.Queue(device, "blocking")
-    return _current.queues[device]
-
-
 def _queue_of(stream=None, device=None):
     """Return the queue of a stream, an address of one, or of the current stream."""
     device = get_device_id() if device is None else device
     if stream is None:
         stream = get_current_stream(device)
     elif isinstance(stream, int):
-        stream = {0: Stream.null, 1: Stream.null, 2: Stream.ptds}.get(
-            stream
-        ) or _streams.get(stream)
-    if stream is None:
-        raise CUDARuntimeError(400)
-    if stream._own is None:
-        if stream._default == 0:
-            return _queues.null_queue(device)
-        return _thread_queue(device)
-    if stream.device_id != device:
+        stream = Stream.null if stream in (0, 1) else _streams.get(stream)
+    if stream is Stream.null:
+        return _queues.null_queue(device)
+    if stream is None or stream.device_id != device:
         raise CUDARuntimeError(400)
     return stream._own
 
 
-def _default(pointer):
-    # Made without asking for a device: modules must be importable without one.
-    stream = Stream.__new__(Stream)
-    stream.device_id, stream.ptr, stream._default = -1, pointer, pointer
-    stream._own, stream._before = None, []
-    return stream
-
-
-Stream.null = _default(0)
-Stream.ptds = _default(2)
+# Made without asking for a device: modules must be importable without one.
+Stream.null = Stream.__new__(Stream)
+Stream.null.device_id, Stream.null.ptr = -1, 0
+Stream.null._own, Stream.null._before = None, []

@@ -6,8 +6,6 @@ import numpy as np
 
 from .._compute import late
 
-__all__ = ["norm"]
-
 
 def norm(x, ord=None, axis=None, keepdims=False):
     return late(np.linalg.norm, x, ord=ord, axis=axis, keepdims=keepdims)

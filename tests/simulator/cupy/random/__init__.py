@@ -6,8 +6,6 @@ import numpy as np
 
 from .. import _transfer
 
-__all__ = ["Generator", "default_rng"]
-
 
 class Generator:
     """Draws; not the numbers that CuPy's would draw."""
