@@ -193,7 +193,7 @@ venv: $(VENV)/.test
 OLDEST := PIP_CONSTRAINT=$(abspath .ci/oldest.txt) $(MAKE) --no-print-directory VENV=$(VENV)-oldest
 test-oldest:
 	@$(OLDEST) quick-unit
-	@$(OLDEST) test-2 ARGS="$(addprefix tests/mpi/test_,plain_model.py optim_contract.py \
+	@$(OLDEST) test-2 ARGS="$(addprefix tests/mpi/test_,plain_model.py optim_wrappers.py \
 	    reducer_errors.py accumulator_errors.py node_memory.py)"
 
 # All that .ci/run needs. Each pip builds the package in this directory, so not at once.
