@@ -19,7 +19,7 @@ import functools, itertools, os, signal, sys, time
 import numpy as np
 import hpcaccum as hpc
 from hpcaccum.mpi import group_of
-from hpcaccum.reducer import one_shot, reducer, two_shot
+from hpcaccum.reducer import one_shot, reducer, schedule, two_shot
 from mpi4py import MPI
 
 from tests import naive
