@@ -16,7 +16,15 @@ from hpcaccum.arguments import seconds
 from hpcaccum.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
+
+    import numpy as np
+    import numpy.typing as npt
+
+    # Draws so many times, in seconds.
+    Distribution = Callable[
+        [np.random.Generator, tuple[int, int]], npt.NDArray[np.float64]
+    ]
 
 # "auto", or ranks.
 Servers = str | tuple[int, ...]
@@ -27,6 +35,18 @@ NUMBER = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)"
 # The units of a duration, in seconds, and how one looks.
 DURATIONS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 A_DURATION = "must be a time such as 30ms, 1.5s or 200us"
+
+# Prefixes of bytes a second, and of parameters.
+_POWERS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+# Distributions of times, and what each needs. With a larger deviation of the logarithm,
+# one time would be longer than all others together.
+_DISTRIBUTIONS = {
+    "normal": "MEAN DEVIATION",
+    "lognormal": "MEAN SIGMA",
+    "exponential": "MEAN",
+}
+_SIGMA = 5.0
 
 # Formats of pictures.
 PICTURES = (".png", ".svg", ".pdf")
@@ -95,6 +115,11 @@ def fraction(text: str) -> float:
     return found
 
 
+def several(kind: Callable[[str], int]) -> Callable[[str], list[int]]:
+    """Return what reads several values, which commas separate."""
+    return lambda text: [kind(each) for each in text.split(",")]
+
+
 def picture(text: str) -> Path:
     """Return the name of a file for a picture."""
     path = Path(text)
@@ -158,15 +183,92 @@ def counts(text: str) -> list[int]:
 
 
 def quantity(text: str, units: Mapping[str, float], wanted: str) -> float:
-    """Return a number with one of the units; ``wanted`` begins the message."""
-    if found := re.fullmatch(f"{NUMBER} ?({'|'.join(units)})", text):
-        return float(found[1]) * units[found[2]]
-    raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}")
+    """Return a finite number above 0 with a unit; ``wanted`` begins the message."""
+    found = re.fullmatch(f"{NUMBER} ?({'|'.join(units)})", text)
+    value = float(found[1]) * units[found[2]] if found else 0.0
+    if not 0 < value < math.inf:
+        more = ", finite and above 0" if found else ""
+        raise argparse.ArgumentTypeError(f"{wanted}{more}, got {text!r}")
+    return value
 
 
 def duration(text: str, what: str) -> float:
     """Return the seconds of a time such as 30ms; ``what`` begins the message."""
     return quantity(text, DURATIONS, f"{what} {A_DURATION}")
+
+
+def levels(text: str, wanted: str) -> list[tuple[float, float]]:
+    """Return the latency and the rate of one or two levels: 1us 25GB/s; 2us 12GB/s."""
+    found = [each.split(maxsplit=1) for each in text.split(";")]
+    if len(found) > 2 or any(len(each) < 2 for each in found):
+        raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}")
+    units = {f"{unit}B/s": power for unit, power in _POWERS.items()}
+    a_rate = "a rate must be one such as 25GB/s"
+    return [(duration(a, "a latency"), quantity(b, units, a_rate)) for a, b in found]
+
+
+def distribution(text: str, wanted: str) -> Distribution:
+    """Return what draws times, of a text such as 30ms, or normal 30ms 3ms.
+
+    ``wanted`` begins the message if it is neither.
+    """
+    name, *given = text.split() or [""]
+    if name not in _DISTRIBUTIONS:
+        mean = quantity(text, DURATIONS, wanted)
+        return lambda rng, shape: rng.uniform(mean, mean, shape)
+    if len(given) != len(_DISTRIBUTIONS[name].split()):
+        raise argparse.ArgumentTypeError(
+            f"{name} needs {_DISTRIBUTIONS[name]}, got {text!r}"
+        )
+    mean = duration(given[0], f"MEAN of {name}")
+    if name == "exponential":
+        return lambda rng, shape: rng.exponential(mean, shape)
+    if name == "normal":
+        width = duration(given[1], "DEVIATION of normal")
+        return lambda rng, shape: rng.normal(mean, width, shape).clip(0)
+    what = "SIGMA of lognormal, the deviation of the logarithm,"
+    if (sigma := factor(given[1], what)) > _SIGMA:
+        raise argparse.ArgumentTypeError(
+            f"{what} must be at most {_SIGMA:g}, got {given[1]!r}"
+        )
+    # Its mean is exp(mu + sigma ** 2 / 2).
+    mu = math.log(mean) - sigma**2 / 2
+    return lambda rng, shape: rng.lognormal(mu, sigma, shape)
+
+
+def times(lines: Iterable[str], name: object) -> list[float]:
+    """Return the times in lines of a file: seconds, or with units; # is a comment."""
+    units, found = {"": 1.0, **DURATIONS}, list[float]()
+    for place, line in enumerate(lines, 1):
+        wanted = f"{name}, line {place}: each {A_DURATION}"
+        words = re.sub(r"[\[\],;]", " ", line.partition("#")[0]).split()
+        found += [quantity(word, units, wanted) for word in words]
+    return found
+
+
+def factor(text: str, what: str) -> float:
+    """Return a number such as 0.3; ``what`` begins the message."""
+    return quantity(text, {"": 1.0}, f"{what} must be a number such as 0.3")
+
+
+def parameters(text: str) -> int:
+    """Return the number of a text such as 25M."""
+    wanted = "must be a number such as 25M, 1.5G or 1000"
+    units = {**_POWERS, "B": 1e9}
+    return max(1, round(quantity(text, units, wanted)))
+
+
+def numbers(text: str, what: str) -> tuple[int, ...]:
+    """Return the numbers of a text such as 3 or 0,4-7; ``what`` begins the message."""
+    found = list[int]()
+    for part in text.split(","):
+        ends = re.fullmatch("([0-9]+)(?:-([0-9]+))?", part)
+        if not ends or int(ends[1]) > (last := int(ends[2] or ends[1])):
+            raise argparse.ArgumentTypeError(
+                f"{what} must name numbers such as 7, 3,7 or 4-7, got {text!r}"
+            )
+        found += range(int(ends[1]), last + 1)
+    return tuple(found)
 
 
 def widths(text: str) -> tuple[int, ...]:
