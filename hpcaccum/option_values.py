@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcaccum.arguments import seconds
 from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.files import json_value, read_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     import numpy as np
     import numpy.typing as npt
 
-    # Draws so many times, in seconds.
+    # Times in seconds, in a list for each rank; and what draws so many times.
+    Times = list[list[float]]
     Distribution = Callable[
         [np.random.Generator, tuple[int, int]], npt.NDArray[np.float64]
     ]
@@ -41,12 +43,16 @@ _POWERS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 # Distributions of times, and what each needs. With a larger deviation of the logarithm,
 # one time would be longer than all others together.
-_DISTRIBUTIONS = {
+_PARAMETERS = {
     "normal": "MEAN DEVIATION",
     "lognormal": "MEAN SIGMA",
     "exponential": "MEAN",
 }
 _SIGMA = 5.0
+A_DISTRIBUTION = (
+    "a time such as 30ms, 'normal MEAN DEVIATION', 'lognormal MEAN SIGMA', "
+    "'exponential MEAN', or a file of times or of train --trace"
+)
 
 # Formats of pictures.
 PICTURES = (".png", ".svg", ".pdf")
@@ -207,19 +213,17 @@ def levels(text: str, wanted: str) -> list[tuple[float, float]]:
     return [(duration(a, "a latency"), quantity(b, units, a_rate)) for a, b in found]
 
 
-def distribution(text: str, wanted: str) -> Distribution:
-    """Return what draws times, of a text such as 30ms, or normal 30ms 3ms.
-
-    ``wanted`` begins the message if it is neither.
-    """
+def distribution(text: str, what: str) -> Distribution | Times:
+    """Return what draws times, or the times of a file; ``what`` begins the message."""
     name, *given = text.split() or [""]
-    if name not in _DISTRIBUTIONS:
-        mean = quantity(text, DURATIONS, wanted)
+    if name not in _PARAMETERS:
+        if (path := Path(text)).is_file():
+            return _times(path)
+        mean = quantity(text, DURATIONS, f"{what} must be {A_DISTRIBUTION}")
         return lambda rng, shape: rng.uniform(mean, mean, shape)
-    if len(given) != len(_DISTRIBUTIONS[name].split()):
-        raise argparse.ArgumentTypeError(
-            f"{name} needs {_DISTRIBUTIONS[name]}, got {text!r}"
-        )
+    if len(given) != len(_PARAMETERS[name].split()):
+        message = f"{name} needs {_PARAMETERS[name]}, got {text!r}"
+        raise argparse.ArgumentTypeError(message)
     mean = duration(given[0], f"MEAN of {name}")
     if name == "exponential":
         return lambda rng, shape: rng.exponential(mean, shape)
@@ -228,22 +232,60 @@ def distribution(text: str, wanted: str) -> Distribution:
         return lambda rng, shape: rng.normal(mean, width, shape).clip(0)
     what = "SIGMA of lognormal, the deviation of the logarithm,"
     if (sigma := factor(given[1], what)) > _SIGMA:
-        raise argparse.ArgumentTypeError(
-            f"{what} must be at most {_SIGMA:g}, got {given[1]!r}"
-        )
+        message = f"{what} must be at most {_SIGMA:g}, got {given[1]!r}"
+        raise argparse.ArgumentTypeError(message)
     # Its mean is exp(mu + sigma ** 2 / 2).
     mu = math.log(mean) - sigma**2 / 2
     return lambda rng, shape: rng.lognormal(mu, sigma, shape)
 
 
-def times(lines: Iterable[str], name: object) -> list[float]:
-    """Return the times in lines of a file: seconds, or with units; # is a comment."""
-    units, found = {"": 1.0, **DURATIONS}, list[float]()
-    for place, line in enumerate(lines, 1):
-        wanted = f"{name}, line {place}: each {A_DURATION}"
-        words = re.sub(r"[\[\],;]", " ", line.partition("#")[0]).split()
-        found += [quantity(word, units, wanted) for word in words]
-    return found
+def _times(path: Path) -> Times:
+    """Return the times in a file of ``train --trace``, by rank, or in a list."""
+    lines = _read(path)
+    if lines and lines[0].startswith('{"event"'):
+        raise argparse.ArgumentTypeError(
+            f"{path} is of train --log, which has no times of gradients: use --trace"
+        )
+    found: dict[Any, list[float]] = {}
+    try:
+        for event in json_value("\n".join(lines))["traceEvents"]:
+            if event["name"] == "compute":
+                rank = event["pid"], event["tid"]
+                found.setdefault(rank, []).append(event["dur"] * 1e-6)
+    except (ValueError, TypeError, LookupError):
+        units, found = {"": 1.0, **DURATIONS}, {0: []}
+        for place, line in enumerate(lines, 1):
+            wanted = f"{path}, line {place}: each {A_DURATION}"
+            words = re.sub(r"[\[\],;]", " ", line.partition("#")[0]).split()
+            found[0] += [quantity(word, units, wanted) for word in words]
+    times = [found[rank] for rank in sorted(found)]
+    if not any(times) or not all(0 <= each < math.inf for row in times for each in row):
+        raise argparse.ArgumentTypeError(f"{path} has no times of gradients")
+    return times
+
+
+def _read(path: Path) -> list[str]:
+    try:
+        return read_lines(path)
+    except InvalidArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def numbers_of(
+    path: Path, name: str, least: Mapping[str, float], **usual: float
+) -> dict[str, Any]:
+    """Return numbers of an object in a file's first line; not all need be there."""
+    try:
+        found = {**usual, **json_value(_read(path)[0])[name]}
+    except (ValueError, TypeError, LookupError):
+        raise argparse.ArgumentTypeError(f"{path} has no line with {name!r}") from None
+    for each, low in least.items():
+        value = found.get(each)
+        if not isinstance(value, int | float) or not low <= value < math.inf:
+            raise argparse.ArgumentTypeError(
+                f"{path}: {each} must be a number of at least {low:g}, got {value!r}"
+            )
+    return {each: found[each] for each in least}
 
 
 def factor(text: str, what: str) -> float:

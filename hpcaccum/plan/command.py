@@ -13,7 +13,7 @@ from hpcaccum import option_values as values
 from hpcaccum.dtypes import float_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.files import JsonLines, check_apart, ending_the_job
-from hpcaccum.plan.compute import FIRST, MORE, compute
+from hpcaccum.plan.compute import MORE, compute
 from hpcaccum.plan.prediction import LEGEND, draw, lines, predict, words
 from hpcaccum.plan.setting import NETWORK, STRATEGIES, Machine, Setting, machine
 from hpcaccum.plots import check_picture
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "ranks, such as 32, 4,6 or 4:1024, which doubles them"
     needed = functools.partial(group.add_argument, required=True)
     needed("--ranks", type=values.counts, metavar="N", help=text)
-    text = f"time of a gradient: {FIRST}; then, after a ; each: {MORE}"
+    text = f"time of a gradient: {values.A_DISTRIBUTION}; then, after a ; each: {MORE}"
     needed("--compute", type=compute, metavar="TEXT", help=text.replace("%", "%%"))
     add("--nodes", values.count, "nodes, with a block of ranks each (1)", 1)
     add("--network", machine, f"{NETWORK} (those of a usual node)", None, "TEXT")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from hpcaccum import option_values as values
 from hpcaccum.errors import InvalidArgumentError, counted
-from hpcaccum.files import read_lines
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -26,10 +23,6 @@ if TYPE_CHECKING:
 _SHARE = re.compile(f"{values.NUMBER}% x{values.NUMBER}(?:-{values.NUMBER})?")
 _NAMED = re.compile(r"(rank|node)s? ([0-9,-]+) (?:([x+]) ?(\S+)|lost)")
 _FAILURES = re.compile(rf"failures {values.NUMBER}/h restart (\S+)")
-FIRST = (
-    "a time such as 30ms, 'normal MEAN DEVIATION', 'lognormal MEAN SIGMA', "
-    "'exponential MEAN', or a file of times or of train --trace"
-)
 MORE = (
     "'6% x3' or '6% x2-10' (that share of gradients takes so many times as long), "
     "'rank 7 +45ms', 'rank 7 x1.5', 'node 2,4-7 x1.5', 'node 2 lost' (for good), or "
@@ -60,7 +53,7 @@ class Compute:
     """
 
     text: str
-    distribution: values.Distribution | Floats
+    distribution: values.Distribution | values.Times
     changes: tuple[Change, ...] = ()
     failures: float = 0.0
     restart: float = 0.0
@@ -99,8 +92,7 @@ def compute(text: str) -> Compute:
     """Return what a text of ``--compute`` says, or raise ArgumentTypeError."""
     first, *more = (" ".join(term.split()) for term in text.split(";"))
     changes, failures = list[Change](), (0.0, 0.0)
-    path, wanted = Path(first), f"the first term must be {FIRST}"
-    distribution = _file(path) if path.is_file() else values.distribution(first, wanted)
+    distribution = values.distribution(first, "the first term")
     for place, term in enumerate(more, 2):
         what = f"term {place}, {term!r},"
         if not (found := _FAILURES.fullmatch(term)):
@@ -130,31 +122,6 @@ def _change(term: str, what: str) -> Change:
     raise argparse.ArgumentTypeError(f"{what} must be {MORE}")
 
 
-def _file(path: Path) -> Floats:
-    """Return the times in a file of ``train --trace``, by rank, or in a list."""
-    try:
-        lines = read_lines(path)
-    except InvalidArgumentError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if lines and lines[0].startswith('{"event"'):
-        raise argparse.ArgumentTypeError(
-            f"{path} is of train --log, which has no times of gradients: use --trace"
-        )
-    found: dict[Any, list[float]] = {}
-    try:
-        for event in json.loads("\n".join(lines))["traceEvents"]:
-            if event["name"] == "compute":
-                rank = event["pid"], event["tid"]
-                found.setdefault(rank, []).append(event["dur"] * 1e-6)
-    except (ValueError, TypeError, LookupError):
-        found = {0: values.times(lines, path)}
-    longest = max(map(len, found.values()), default=0)
-    series = np.array([np.resize(found[rank], longest) for rank in sorted(found)])
-    if not (series.size and np.isfinite(series).all() and series.min() >= 0):
-        raise argparse.ArgumentTypeError(f"{path} has no time of a gradient")
-    return series
-
-
 class Draws:
     """Draws times of gradients, and other numbers, the same ones for the same seed."""
 
@@ -162,21 +129,23 @@ class Draws:
         self.rng, self._distribution = np.random.default_rng(seed), compute.distribution
         ranks, node_of = setting.present, setting.node_of
         self._changes = [(each, each.named(ranks, node_of)) for each in compute.changes]
-        if isinstance(self._distribution, np.ndarray):
+        if isinstance(self._distribution, list):
             # Read in order, from a random place on: slow phases last as they did.
-            count, length = self._distribution.shape
+            length = max(map(len, self._distribution))
+            rows = [np.resize(each, length) for each in self._distribution]
+            self._series, count = np.array(rows), len(rows)
             self._whose = (ranks % count)[:, np.newaxis]
             self._at = self.rng.integers(0, length, (len(ranks), 1))
 
     def draw(self, ranks: Ints, count: int = 1) -> Floats:
         """Return the times of the next gradients of different ranks, a row for each."""
-        rng, shape, times = self.rng, (len(ranks), count), self._distribution
-        if isinstance(times, np.ndarray):
-            places = (self._at[ranks] + np.arange(count)) % times.shape[1]
-            times = times[self._whose[ranks], places]
+        rng, shape, times = self.rng, (len(ranks), count), np.empty(0)
+        if isinstance(self._distribution, list):
+            places = (self._at[ranks] + np.arange(count)) % self._series.shape[1]
+            times = self._series[self._whose[ranks], places]
             self._at[ranks] += count
         else:
-            times = times(rng, shape)
+            times = self._distribution(rng, shape)
         for (share, kind, _, (low, high), delay, _), named in self._changes:
             slow = named[ranks, np.newaxis] if kind else rng.random(shape) < share
             factor = low if low == high else rng.uniform(low, high, shape)

@@ -110,9 +110,8 @@ def _interval(column: Sequence[float]) -> tuple[float, float] | None:
 def _doubts(
     setting: Setting, machine: Machine, means: dict[str, float]
 ) -> Iterator[str]:
-    here, known = -(-setting.ranks // setting.nodes), machine.ranks
-    if 0 < known < here:
-        yield f"extrapolated from {counted(known, 'rank')} on a node to {here}"
+    if 0 < machine.ranks < (here := -(-setting.ranks // setting.nodes)):
+        yield f"extrapolated from {counted(machine.ranks, 'rank')} on a node to {here}"
     if 0 < machine.nbytes < setting.nbytes:
         sizes = [each / 2**20 for each in (machine.nbytes, setting.nbytes)]
         yield "extrapolated from gradients of {:.3g} MiB to {:.3g} MiB".format(*sizes)
@@ -207,10 +206,9 @@ def _remarks(found: Prediction) -> Iterator[str]:
         yield f"the {link} link is the bottleneck{cure}"
     if found.means["server_utilisation"] > _BUSY:
         # What an update of few parameters takes, each server takes.
-        divides = cure and setting.nbytes >= LARGE
-        yield "the server is the bottleneck" + (
-            cure if divides else ": try fewer ranks"
-        )
+        if setting.nbytes < LARGE or not cure:
+            cure = ": try fewer ranks"
+        yield f"the server is the bottleneck{cure}"
     slow = [rank for rank, each in enumerate(waiting) if each < max(waiting) - _SLOW]
     everybody = setting.quorum is None or setting.quorum >= len(waiting)
     if slow and everybody and setting.synchronous:

@@ -5,7 +5,6 @@ The costs of an exchange on a machine are fitted by ``bench plan``, or two numbe
 
 from __future__ import annotations
 
-import argparse
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum.deadline import EAGER, nap_after
-from hpcaccum.files import json_value, read_lines
-from hpcaccum.option_values import levels
+from hpcaccum.option_values import levels, numbers_of
 from hpcaccum.server import LARGE
 
 if TYPE_CHECKING:
@@ -38,7 +36,8 @@ class Setting:
     """What is simulated: a strategy, with the options of its optimizer.
 
     Node i has the i-th block of ranks. The parameters, and a gradient, have ``nbytes``,
-    a gradient ``batch`` samples. Without a ``quorum``, each makes an update.
+    a gradient ``batch`` samples. Without a ``quorum``, each makes an update. Of the
+    ranks, some are ``lost``.
     """
 
     strategy: str
@@ -176,26 +175,12 @@ def napped(waited: Floats, uniform: Floats) -> Floats:
 def machine(text: str) -> Machine:
     """Return what ``--network`` says, or raise ArgumentTypeError."""
     if (path := Path(text)).is_file():
-        return _file(path)
+        # A rate divides.
+        least = {name: float(name in ("copy", "link")) for name in vars(Machine())}
+        costs = numbers_of(path, "machine", least, ranks=0, nodes=0, nbytes=0)
+        return Machine(**costs)
     (call, copy), *network = levels(text, f"must be {NETWORK}")
-    costs = Machine(call=Machine.call + call, copy=copy, nodes=1)
+    found = Machine(call=Machine.call + call, copy=copy, nodes=1)
     for latency, link in network:
-        costs = replace(costs, latency=latency, link=link, nodes=0)
-    return costs
-
-
-def _file(path: Path) -> Machine:
-    try:
-        costs: dict[str, Any] = {"ranks": 0, "nodes": 0, "nbytes": 0}
-        costs |= json_value(read_lines(path)[0])["machine"]
-    except (ValueError, TypeError, LookupError):
-        raise argparse.ArgumentTypeError(
-            f"{path} is not what hpcaccum bench plan --json writes"
-        ) from None
-    for name in vars(Machine()):
-        value, least = costs.get(name), float(name in ("copy", "link"))
-        if not isinstance(value, int | float) or not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(
-                f"{path}: {name} must be a number of at least {least:g}, got {value!r}"
-            )
-    return Machine(**{name: costs[name] for name in vars(Machine())})
+        found = replace(found, latency=latency, link=link, nodes=0)
+    return found

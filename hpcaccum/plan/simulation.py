@@ -141,11 +141,9 @@ class Rounds:
         gaps = setting.gaps[self._pushes["fragment"][ranks]]
         counts = np.arange(setting.gaps.max()) < gaps[:, np.newaxis]
         took = draws.draw(ranks, counts.shape[1]).sum(axis=1, where=counts)
-        calls = machine.call * draws.rng.standard_gamma(gaps)
-        self._pushes["took"][ranks] = took
-        self._pushes["arrives"][ranks] = (
-            start + took + calls + machine.moved(setting, gaps)
-        )
+        until = took + machine.call * draws.rng.standard_gamma(gaps)
+        until += start + machine.moved(setting, gaps)
+        self._pushes["took"][ranks], self._pushes["arrives"][ranks] = took, until
 
     def _pull(self, ranks: Ints, start: Floats) -> None:
         """Let ranks pull the fragments that they have pushed, and go on."""
@@ -169,38 +167,35 @@ class Rounds:
         """Make the next update; drop the pushes that are stale before."""
         closes, chosen, stale = self._closing()
         while stale.size:
-            dropped = self._pushes[stale]
+            dropped, lags = self._pushes[stale], self._lags[stale]
             begin = np.maximum(dropped["arrives"], self._published[dropped["fragment"]])
             away = self._crossing + 2 * self._machine.latency
             self._pull(stale, begin + away * (self._node_of[stale] > 0))
             closes, chosen, more = self._closing()
             # What they push next may close the update before the others are dropped.
-            late = dropped["arrives"] >= closes
-            self._pushes[stale[late]] = dropped[late]
-            self._count(stale[~late], dropped[~late])
-            self._found.dropped += int(np.sum(~late))
+            early = dropped["arrives"] < closes
+            self._pushes[stale[~early]] = dropped[~early]
+            self._count(stale[early], lags[early], dropped["took"][early])
+            self._found.dropped += int(early.sum())
             stale = more
-        self._count(chosen, self._pushes[chosen])
+        self._count(chosen, self._lags[chosen], self._pushes["took"][chosen])
         self._close(closes, chosen)
 
-    def _lags(self, pushes: Any) -> Any:
-        fragment = pushes["fragment"]
-        local = pushes["local"][np.arange(fragment.size), fragment]
-        return self._step[fragment] - local
-
-    def _count(self, ranks: Ints, pushes: Any) -> None:
+    def _count(self, ranks: Ints, lags: Ints, took: Floats) -> None:
         """Count pushes of ranks, and the time they took."""
-        lags = np.bincount(self._lags(pushes))
-        self._found.lags.update(dict(enumerate(lags.tolist())))
-        self._found.computing[ranks] += pushes["took"]
+        self._found.lags.update(dict(enumerate(np.bincount(lags).tolist())))
+        self._found.computing[ranks] += took
 
     def _closing(self) -> tuple[float, Ints, Ints]:
         """Return when a quorum is complete, its ranks, and those stale before."""
-        fresh = admits(self._lags(self._pushes), 0, self._setting.staleness)
+        fragments = self._pushes["fragment"]
+        local = self._pushes["local"][self._everybody, fragments]
+        fresh = admits(self._step[fragments], local, self._setting.staleness)
+        self._lags = self._step[fragments] - local
         closes, chosen = math.inf, self._everybody
         turns = self._machine.turn * np.arange(self._quorum)
         for fragment in range(self._step.size):
-            ranks = self._everybody[fresh & (self._pushes["fragment"] == fragment)]
+            ranks = self._everybody[fresh & (fragments == fragment)]
             if ranks.size >= self._quorum:
                 arrives = self._pushes["arrives"][ranks]
                 first = np.argpartition(arrives, self._quorum - 1)[: self._quorum]

@@ -134,7 +134,7 @@ LOG = '{"event": "start", "ranks": 3}\n{"event": "result", "waited": [0.1]}\n'
     ("text", "message"),
     [
         ("0.1 1e400", "line 1: each must be a time such as 30ms, 1.5s or 200us, fin"),
-        ('{"traceEvents": [{"name": "wait"}]}', "has no time of a gradient"),
+        ('{"traceEvents": [{"name": "wait"}]}', "has no times of gradients"),
         (LOG, "is of train --log, which has no times of gradients: use --trace"),
     ],
 )
