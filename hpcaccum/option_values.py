@@ -260,7 +260,8 @@ def _times(path: Path) -> Times:
             found[0] += [quantity(word, units, wanted) for word in words]
     times = [found[rank] for rank in sorted(found)]
     if not any(times) or not all(0 <= each < math.inf for row in times for each in row):
-        raise argparse.ArgumentTypeError(f"{path} has no times of gradients")
+        message = f"{path} has no times of gradients, or some that are not finite"
+        raise argparse.ArgumentTypeError(message)
     return times
 
 
@@ -296,15 +297,16 @@ def factor(text: str, what: str) -> float:
 def parameters(text: str) -> int:
     """Return the number of a text such as 25M."""
     wanted = "must be a number such as 25M, 1.5G or 1000"
-    units = {**_POWERS, "B": 1e9}
-    return max(1, round(quantity(text, units, wanted)))
+    if found := round(quantity(text, {**_POWERS, "B": 1e9}, wanted)):
+        return found
+    raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}")
 
 
 def numbers(text: str, what: str) -> tuple[int, ...]:
     """Return the numbers of a text such as 3 or 0,4-7; ``what`` begins the message."""
     found = list[int]()
     for part in text.split(","):
-        ends = re.fullmatch("([0-9]+)(?:-([0-9]+))?", part)
+        ends = re.fullmatch("([0-9]{1,7})(?:-([0-9]{1,7}))?", part)
         if not ends or int(ends[1]) > (last := int(ends[2] or ends[1])):
             raise argparse.ArgumentTypeError(
                 f"{what} must name numbers such as 7, 3,7 or 4-7, got {text!r}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -13,12 +13,7 @@ from hpcaccum import option_values as values
 from hpcaccum.errors import InvalidArgumentError, counted
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from hpcaccum.plan.setting import Setting
-
-    Floats = npt.NDArray[np.float64]
-    Ints = npt.NDArray[np.int64]
+    from hpcaccum.plan.setting import Floats, Ints, Setting
 
 _SHARE = re.compile(f"{values.NUMBER}% x{values.NUMBER}(?:-{values.NUMBER})?")
 _NAMED = re.compile(r"(rank|node)s? ([0-9,-]+) (?:([x+]) ?(\S+)|lost)")
@@ -40,7 +35,7 @@ class Change(NamedTuple):
     delay: float = 0.0
     lost: bool = False
 
-    def named(self, ranks: Ints, node_of: Ints) -> npt.NDArray[np.bool_]:
+    def named(self, ranks: Ints, node_of: Ints) -> Any:
         """Return which of some ranks it names."""
         return np.isin(node_of if self.kind == "node" else ranks, self.numbers)
 

@@ -17,7 +17,10 @@ from hpcaccum.option_values import levels, numbers_of
 from hpcaccum.server import LARGE
 
 if TYPE_CHECKING:
-    from hpcaccum.plan.compute import Floats, Ints
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+    Ints = npt.NDArray[np.int64]
 
 STRATEGIES = ("cross-shard", "sync-replicas", "drop-stale", "agn", "local-steps")
 # How often a local step moves the parameters: an update; and for AGN, a sum.

@@ -25,8 +25,8 @@ from hpcaccum.plan.setting import napped
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from hpcaccum.plan.compute import Compute, Floats, Ints
-    from hpcaccum.plan.setting import Machine, Setting
+    from hpcaccum.plan.compute import Compute
+    from hpcaccum.plan.setting import Floats, Ints, Machine, Setting
 
 # Updates that come before those that count, as a part of them.
 _WARM_UP = 0.2
