@@ -122,7 +122,7 @@ def train(setting: Setting, text: str, seconds: float, updates: int) -> None:
     from mpi4py import MPI
 
     comm, stops_alone = MPI.COMM_WORLD, setting.has_server
-    draws = Draws(compute(text), setting.node_of, comm.rank)
+    draws = Draws(compute(text), setting, comm.rank)
     me = np.array([comm.rank])
     sleeps = itertools.chain.from_iterable(
         draws.draw(me, 100)[0].tolist() for _ in itertools.count()

@@ -14,9 +14,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcaccum.arguments import seconds
 from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.files import json_value, read_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    import numpy as np
+    import numpy.typing as npt
+
+    # Times in seconds, in a list for each rank; and what draws so many times.
+    Times = list[list[float]]
+    Distribution = Callable[
+        [np.random.Generator, tuple[int, int]], npt.NDArray[np.float64]
+    ]
 
 # "auto", or ranks.
 Servers = str | tuple[int, ...]
@@ -27,6 +37,22 @@ NUMBER = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)"
 # The units of a duration, in seconds, and how one looks.
 DURATIONS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 A_DURATION = "must be a time such as 30ms, 1.5s or 200us"
+
+# Prefixes of bytes a second, and of parameters.
+_POWERS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+# Distributions of times, and what each needs. With a larger deviation of the logarithm,
+# one time would be longer than all others together.
+_PARAMETERS = {
+    "normal": "MEAN DEVIATION",
+    "lognormal": "MEAN SIGMA",
+    "exponential": "MEAN",
+}
+_SIGMA = 5.0
+A_DISTRIBUTION = (
+    "a time such as 30ms, 'normal MEAN DEVIATION', 'lognormal MEAN SIGMA', "
+    "'exponential MEAN', or a file of times or of train --trace"
+)
 
 # Formats of pictures.
 PICTURES = (".png", ".svg", ".pdf")
@@ -95,6 +121,11 @@ def fraction(text: str) -> float:
     return found
 
 
+def several(kind: Callable[[str], int]) -> Callable[[str], list[int]]:
+    """Return what reads several values, which commas separate."""
+    return lambda text: [kind(each) for each in text.split(",")]
+
+
 def picture(text: str) -> Path:
     """Return the name of a file for a picture."""
     path = Path(text)
@@ -158,15 +189,130 @@ def counts(text: str) -> list[int]:
 
 
 def quantity(text: str, units: Mapping[str, float], wanted: str) -> float:
-    """Return a number with one of the units; ``wanted`` begins the message."""
-    if found := re.fullmatch(f"{NUMBER} ?({'|'.join(units)})", text):
-        return float(found[1]) * units[found[2]]
-    raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}")
+    """Return a finite number above 0 with a unit; ``wanted`` begins the message."""
+    found = re.fullmatch(f"{NUMBER} ?({'|'.join(units)})", text)
+    value = float(found[1]) * units[found[2]] if found else 0.0
+    if not 0 < value < math.inf:
+        more = ", finite and above 0" if found else ""
+        raise argparse.ArgumentTypeError(f"{wanted}{more}, got {text!r}")
+    return value
 
 
 def duration(text: str, what: str) -> float:
     """Return the seconds of a time such as 30ms; ``what`` begins the message."""
     return quantity(text, DURATIONS, f"{what} {A_DURATION}")
+
+
+def levels(text: str, wanted: str) -> list[tuple[float, float]]:
+    """Return the latency and the rate of one or two levels: 1us 25GB/s; 2us 12GB/s."""
+    found = [each.split(maxsplit=1) for each in text.split(";")]
+    if len(found) > 2 or any(len(each) < 2 for each in found):
+        raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}")
+    units = {f"{unit}B/s": power for unit, power in _POWERS.items()}
+    a_rate = "a rate must be one such as 25GB/s"
+    return [(duration(a, "a latency"), quantity(b, units, a_rate)) for a, b in found]
+
+
+def distribution(text: str, what: str) -> Distribution | Times:
+    """Return what draws times, or the times of a file; ``what`` begins the message."""
+    name, *given = text.split() or [""]
+    if name not in _PARAMETERS:
+        if (path := Path(text)).is_file():
+            return _times(path)
+        mean = quantity(text, DURATIONS, f"{what} must be {A_DISTRIBUTION}")
+        return lambda rng, shape: rng.uniform(mean, mean, shape)
+    if len(given) != len(_PARAMETERS[name].split()):
+        message = f"{name} needs {_PARAMETERS[name]}, got {text!r}"
+        raise argparse.ArgumentTypeError(message)
+    mean = duration(given[0], f"MEAN of {name}")
+    if name == "exponential":
+        return lambda rng, shape: rng.exponential(mean, shape)
+    if name == "normal":
+        width = duration(given[1], "DEVIATION of normal")
+        return lambda rng, shape: rng.normal(mean, width, shape).clip(0)
+    what = "SIGMA of lognormal, the deviation of the logarithm,"
+    if (sigma := factor(given[1], what)) > _SIGMA:
+        message = f"{what} must be at most {_SIGMA:g}, got {given[1]!r}"
+        raise argparse.ArgumentTypeError(message)
+    # Its mean is exp(mu + sigma ** 2 / 2).
+    mu = math.log(mean) - sigma**2 / 2
+    return lambda rng, shape: rng.lognormal(mu, sigma, shape)
+
+
+def _times(path: Path) -> Times:
+    """Return the times in a file of ``train --trace``, by rank, or in a list."""
+    lines = _read(path)
+    if lines and lines[0].startswith('{"event"'):
+        raise argparse.ArgumentTypeError(
+            f"{path} is of train --log, which has no times of gradients: use --trace"
+        )
+    found: dict[Any, list[float]] = {}
+    try:
+        for event in json_value("\n".join(lines))["traceEvents"]:
+            if event["name"] == "compute":
+                rank = event["pid"], event["tid"]
+                found.setdefault(rank, []).append(event["dur"] * 1e-6)
+    except (ValueError, TypeError, LookupError):
+        units, found = {"": 1.0, **DURATIONS}, {0: []}
+        for place, line in enumerate(lines, 1):
+            wanted = f"{path}, line {place}: each {A_DURATION}"
+            words = re.sub(r"[\[\],;]", " ", line.partition("#")[0]).split()
+            found[0] += [quantity(word, units, wanted) for word in words]
+    times = [found[rank] for rank in sorted(found)]
+    if not any(times) or not all(0 <= each < math.inf for row in times for each in row):
+        message = f"{path} has no times of gradients, or some that are not finite"
+        raise argparse.ArgumentTypeError(message)
+    return times
+
+
+def _read(path: Path) -> list[str]:
+    try:
+        return read_lines(path)
+    except InvalidArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def numbers_of(
+    path: Path, name: str, least: Mapping[str, float], **usual: float
+) -> dict[str, Any]:
+    """Return numbers of an object in a file's first line; not all need be there."""
+    try:
+        found = {**usual, **json_value(_read(path)[0])[name]}
+    except (ValueError, TypeError, LookupError):
+        raise argparse.ArgumentTypeError(f"{path} has no line with {name!r}") from None
+    for each, low in least.items():
+        value = found.get(each)
+        if not isinstance(value, int | float) or not low <= value < math.inf:
+            raise argparse.ArgumentTypeError(
+                f"{path}: {each} must be a number of at least {low:g}, got {value!r}"
+            )
+    return {each: found[each] for each in least}
+
+
+def factor(text: str, what: str) -> float:
+    """Return a number such as 0.3; ``what`` begins the message."""
+    return quantity(text, {"": 1.0}, f"{what} must be a number such as 0.3")
+
+
+def parameters(text: str) -> int:
+    """Return the number of a text such as 25M."""
+    wanted = "must be a number such as 25M, 1.5G or 1000"
+    if found := round(quantity(text, {**_POWERS, "B": 1e9}, wanted)):
+        return found
+    raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}")
+
+
+def numbers(text: str, what: str) -> tuple[int, ...]:
+    """Return the numbers of a text such as 3 or 0,4-7; ``what`` begins the message."""
+    found = list[int]()
+    for part in text.split(","):
+        ends = re.fullmatch("([0-9]{1,7})(?:-([0-9]{1,7}))?", part)
+        if not ends or int(ends[1]) > (last := int(ends[2] or ends[1])):
+            raise argparse.ArgumentTypeError(
+                f"{what} must name numbers such as 7, 3,7 or 4-7, got {text!r}"
+            )
+        found += range(int(ends[1]), last + 1)
+    return tuple(found)
 
 
 def widths(text: str) -> tuple[int, ...]:

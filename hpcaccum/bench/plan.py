@@ -85,7 +85,7 @@ def _run(seconds: float, group: Group, output: JsonLines) -> None:
     ]
     if group.rank:
         return
-    costs = fit(measured, len(group.nodes) > 1, max(map(len, group.nodes)))
+    costs = fit(measured)
     took = [simulated(each.setting, costs) for each in measured]
     rows, residuals = list[tuple[str, ...]](), list[dict[str, Any]]()
     for (setting, real, _), found in zip(measured, took, strict=True):
@@ -185,15 +185,21 @@ def simulated(setting: Setting, costs: Machine) -> float:
     return each * found.seconds / found.updates
 
 
-def fit(measured: Sequence[Measured], network: bool, ranks: int) -> Machine:
+def fit(measured: Sequence[Measured]) -> Machine:
     """Return the costs with which simulations take the measured times.
 
     By the method of Levenberg and Marquardt, for the logarithms of the costs.
     """
+    settings = [each.setting for each in measured]
+    nodes = max(each.nodes for each in settings)
     names = ["call", "turn", "reduce", "copy"]
-    names += ["latency", "link"] if network else []
-    update = min(each.update for each in measured if each.update)
-    costs = Machine(ranks=ranks, update=update)
+    names += ["latency", "link"] if nodes > 1 else []
+    costs = Machine(
+        update=min(each.update for each in measured if each.update),
+        ranks=max(-(-each.ranks // each.nodes) for each in settings),
+        nodes=nodes,
+        nbytes=max(each.nbytes for each in settings),
+    )
     real = np.log([each.seconds for each in measured])
 
     def residuals(costs: Machine) -> Any:

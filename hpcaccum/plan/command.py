@@ -13,7 +13,7 @@ from hpcaccum import option_values as values
 from hpcaccum.dtypes import float_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.files import JsonLines, check_apart, ending_the_job
-from hpcaccum.plan.compute import FIRST, MORE, compute
+from hpcaccum.plan.compute import MORE, compute
 from hpcaccum.plan.prediction import LEGEND, draw, lines, predict, words
 from hpcaccum.plan.setting import NETWORK, STRATEGIES, Machine, Setting, machine
 from hpcaccum.plots import check_picture
@@ -21,7 +21,6 @@ from hpcaccum.plots import check_picture
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_POWERS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
 # Parts of the ranks that are tried as quorums, if none is given.
 _QUORUMS = (1.0, 0.97, 0.94, 0.875, 0.75)
 _USUAL = "usual costs of an exchange (--network has those of bench plan)"
@@ -39,11 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "ranks, such as 32, 4,6 or 4:1024, which doubles them"
     needed = functools.partial(group.add_argument, required=True)
     needed("--ranks", type=values.counts, metavar="N", help=text)
-    text = f"time of a gradient: {FIRST}; then, after a ; each: {MORE}"
+    text = f"time of a gradient: {values.A_DISTRIBUTION}; then, after a ; each: {MORE}"
     needed("--compute", type=compute, metavar="TEXT", help=text.replace("%", "%%"))
     add("--nodes", values.count, "nodes, with a block of ranks each (1)", 1)
     add("--network", machine, f"{NETWORK} (those of a usual node)", None, "TEXT")
-    add("--parameters", _parameters, "parameters, such as 25M (1M)", 10**6)
+    add("--parameters", values.parameters, "parameters, such as 25M (1M)", 10**6)
     add("--dtype", str, "of the parameters (float32)", "float32", "DTYPE")
     add("--batch", values.count, "samples of one gradient (1)", 1)
 
@@ -54,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = f"{', '.join(every)} (all)"
     group.add_argument("--strategy", **named, metavar="NAME", help=text)
     add("--quorum", values.counts, _QUORUM)
-    add("--staleness", _several(values.whole), _STALENESS)
+    add("--staleness", values.several(values.whole), _STALENESS)
     text = "sync-replicas: gradients that are one update late count, too"
     values.add_flag(group, "--lateness", text)
     text = "gradients between pushes of agn and local-steps (10)"
@@ -62,8 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "local-steps: parts of the parameters, pushed in turns (1)"
     add("--fragments", values.counts, text, [1])
     # 0 stands for auto.
-    servers = _several(lambda text: 0 if text == "auto" else values.count(text))
-    add("--servers", servers, "servers, on different nodes, or auto (1)", [1])
+    servers = values.several(lambda text: 0 if text == "auto" else values.count(text))
+    text = "servers, on different nodes, or auto, as of the optimizers (auto)"
+    add("--servers", servers, text, [0])
 
     group = parser.add_argument_group("simulation and output")
     add = functools.partial(values.add, group)
@@ -75,17 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", Path, "write a JSON line for each setting", None, "FILE")
     text = f"draw samples a second and lags ({', '.join(values.PICTURES)})"
     add("--plot", values.picture, text, None, "FILE")
-
-
-def _several(kind: Callable[[str], int]) -> Callable[[str], list[int]]:
-    return lambda text: [kind(each) for each in text.split(",")]
-
-
-def _parameters(text: str) -> int:
-    wanted = "must be a number such as 25M, 1.5G or 1000"
-    if found := round(values.quantity(text, _POWERS, wanted)):
-        return found
-    raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}")
 
 
 def prepare(args: argparse.Namespace) -> Callable[[], None]:
@@ -103,11 +92,11 @@ def _settings(args: argparse.Namespace) -> list[Setting]:
     found = list[Setting]()
     for ranks, strategy in itertools.product(args.ranks, chosen):
         nodes = min(args.nodes, ranks)
-        args.compute.check(ranks, nodes)
+        lost = args.compute.lost(ranks, nodes)
         auto = Setting.automatic_servers(nbytes, nodes)
         tried = _tried(strategy, args, ranks, nodes, auto)
         for options in itertools.product(*tried.values()):
-            named = dict(zip(tried, options, strict=True), batch=args.batch)
+            named = dict(zip(tried, options, strict=True), batch=args.batch, lost=lost)
             found.append(Setting(strategy, ranks, nodes, nbytes, **named))
     return list(dict.fromkeys(found))
 
@@ -130,20 +119,21 @@ def _tried(
         return {"servers": servers, "quorum": quorum, "staleness": [int(args.lateness)]}
     if strategy == "drop-stale":
         return {"servers": servers, "staleness": args.staleness or [2 * ranks]}
+    local = {"servers": servers, "period": args.period}
     if strategy == "agn":
-        return {"servers": servers, "period": args.period}
+        return local
     if (most := max(args.fragments)) > min(args.period):
         raise InvalidArgumentError(
             f"--fragments must be at most --period, got {most} and {min(args.period)}"
         )
-    return {
-        "servers": servers,
-        "period": args.period,
-        "quorum": args.quorum or [None],
-        # With a quorum, late pushes are dropped.
-        "staleness": [0] if args.quorum else args.staleness or [math.inf],
-        "fragments": args.fragments,
-    }
+    if args.quorum and args.staleness:
+        raise InvalidArgumentError(
+            "local-steps has --quorum or --staleness, not both: with a quorum, late "
+            "pushes are dropped (--strategy chooses other strategies)"
+        )
+    staleness = [0] if args.quorum else args.staleness or [math.inf]
+    local |= {"quorum": args.quorum or [None], "staleness": staleness}
+    return local | {"fragments": args.fragments}
 
 
 def _run(args: argparse.Namespace, found: list[Setting], output: JsonLines) -> None:

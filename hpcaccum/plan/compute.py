@@ -3,46 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.files import read_lines
-from hpcaccum.option_values import A_DURATION, DURATIONS, NUMBER, duration, quantity
+from hpcaccum import option_values as values
+from hpcaccum.errors import InvalidArgumentError, counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from hpcaccum.plan.setting import Floats, Ints, Setting
 
-    import numpy.typing as npt
-
-    Floats = npt.NDArray[np.float64]
-    Ints = npt.NDArray[np.int64]
-    Distribution = Callable[[np.random.Generator, tuple[int, int]], Floats]
-    # What each rank measured, one gradient after the other.
-    Series = list[list[float]]
-
-_SHARE = re.compile(f"{NUMBER}% x{NUMBER}(?:-{NUMBER})?")
-_NAMED = re.compile(r"(rank|node)s? ([0-9,-]+) ([x+]) ?(\S+)")
-_FAILURES = re.compile(rf"failures {NUMBER}/h restart (\S+)")
-_WANTS = {"normal": "MEAN DEVIATION", "lognormal": "MEAN SIGMA", "exponential": "MEAN"}
-FIRST = (
-    "a time such as 30ms, 'normal MEAN DEVIATION', 'lognormal MEAN SIGMA', "
-    "'exponential MEAN', or a file of times or of train --trace"
-)
+_SHARE = re.compile(f"{values.NUMBER}% x{values.NUMBER}(?:-{values.NUMBER})?")
+_NAMED = re.compile(r"(rank|node)s? ([0-9,-]+) (?:([x+]) ?(\S+)|lost)")
+_FAILURES = re.compile(rf"failures {values.NUMBER}/h restart (\S+)")
 MORE = (
     "'6% x3' or '6% x2-10' (that share of gradients takes so many times as long), "
-    "'rank 7 +45ms', 'rank 7 x1.5', 'node 2,4-7 x1.5', or 'failures 0.01/h restart 5m'"
+    "'rank 7 +45ms', 'rank 7 x1.5', 'node 2,4-7 x1.5', 'node 2 lost' (for good), or "
+    "'failures 0.01/h restart 5m'"
 )
-
-
-def _number(text: str, what: str) -> float:
-    return quantity(text, {"": 1.0}, f"{what} must be a number such as 0.3")
 
 
 class Change(NamedTuple):
@@ -53,27 +33,50 @@ class Change(NamedTuple):
     numbers: tuple[int, ...] = ()
     factors: tuple[float, float] = (1.0, 1.0)
     delay: float = 0.0
+    lost: bool = False
+
+    def named(self, ranks: Ints, node_of: Ints) -> Any:
+        """Return which of some ranks it names."""
+        return np.isin(node_of if self.kind == "node" else ranks, self.numbers)
 
 
 @dataclass(frozen=True)
 class Compute:
-    """What ``--compute`` says; failures of a node in a second, seconds to restart."""
+    """What ``--compute`` says; failures of a node in a second, seconds to restart.
+
+    The distribution is that of all ranks, or has what some of them have measured.
+    """
 
     text: str
-    distribution: Distribution | Series
+    distribution: values.Distribution | values.Times
     changes: tuple[Change, ...] = ()
     failures: float = 0.0
     restart: float = 0.0
 
-    def check(self, ranks: int, nodes: int) -> None:
-        """Raise InvalidArgumentError if it names a rank or node that does not exist."""
-        for _, kind, numbers, *_ in self.changes:
-            size = nodes if kind == "node" else ranks
-            if kind and max(numbers) >= size:
+    def lost(self, ranks: int, nodes: int) -> tuple[int, ...]:
+        """Return the ranks that are lost.
+
+        Raise InvalidArgumentError if it names one that does not exist, or loses rank 0.
+        """
+        everybody, gone = np.arange(ranks), np.zeros(ranks, bool)
+        node_of = everybody * nodes // ranks
+        for change in self.changes:
+            kind, last = change.kind, (nodes if change.kind == "node" else ranks) - 1
+            if kind and max(change.numbers) > last:
+                job = f"{counted(ranks, 'rank')} on {counted(nodes, 'node')}"
                 raise InvalidArgumentError(
-                    f"--compute: {kind} {max(numbers)} does not exist; the last of "
-                    f"{ranks} ranks on {nodes} nodes is {kind} {size - 1}"
+                    f"--compute: {kind} {max(change.numbers)} does not exist; the last "
+                    f"of {job} is {kind} {last}"
                 )
+            gone |= change.named(everybody, node_of) & change.lost
+        # The others of a node are lost with its first rank.
+        first = np.diff(node_of, prepend=-1) > 0
+        gone |= np.isin(node_of, node_of[gone & first]) & (nodes > 1)
+        if gone[0]:
+            raise InvalidArgumentError(
+                "--compute: rank 0 cannot be lost, as a job ends without it"
+            )
+        return tuple(np.flatnonzero(gone).tolist())
 
     def availability(self, nodes: int) -> float:
         """Return the share of time in which no restart is under way."""
@@ -84,128 +87,62 @@ def compute(text: str) -> Compute:
     """Return what a text of ``--compute`` says, or raise ArgumentTypeError."""
     first, *more = (" ".join(term.split()) for term in text.split(";"))
     changes, failures = list[Change](), (0.0, 0.0)
-    distribution = _distribution(first)
+    distribution = values.distribution(first, "the first term")
     for place, term in enumerate(more, 2):
         what = f"term {place}, {term!r},"
-        if found := _FAILURES.fullmatch(term):
-            failures = float(found[1]) / 3600, duration(found[2], f"{what} its restart")
-        else:
+        if not (found := _FAILURES.fullmatch(term)):
             changes.append(_change(term, what))
+            continue
+        if any(failures):
+            raise argparse.ArgumentTypeError(f"{what} is the second of failures")
+        hourly = values.factor(found[1], f"{what} its failures")
+        failures = hourly / 3600, values.duration(found[2], f"{what} its restart")
     return Compute(text, distribution, tuple(changes), *failures)
-
-
-def _distribution(text: str) -> Distribution | Series:
-    name, *given = text.split() or [""]
-    if name not in _WANTS:
-        if Path(text).is_file():
-            return _file(Path(text))
-        mean = quantity(text, DURATIONS, f"the first term must be {FIRST}")
-        return lambda rng, shape: np.full(shape, mean)
-    if len(given) != len(_WANTS[name].split()):
-        raise argparse.ArgumentTypeError(f"{name} needs {_WANTS[name]}, got {text!r}")
-    mean = duration(given[0], f"MEAN of {name}")
-    if name == "exponential":
-        return lambda rng, shape: rng.exponential(mean, shape)
-    if name == "normal":
-        width = duration(given[1], "DEVIATION of normal")
-        return lambda rng, shape: np.maximum(rng.normal(mean, width, shape), 0)
-    sigma = _number(given[1], "SIGMA of lognormal, the deviation of the logarithm,")
-    # Its mean is exp(mu + sigma ** 2 / 2).
-    mu = math.log(max(mean, 1e-300)) - sigma**2 / 2
-    return lambda rng, shape: rng.lognormal(mu, sigma, shape)
 
 
 def _change(term: str, what: str) -> Change:
     if found := _SHARE.fullmatch(term):
-        share, low, high = (float(each or found[2]) for each in found.groups())
-        if share <= 100:
-            return Change(share / 100, factors=(low, high))
+        share, *factors = (each or found[2] for each in found.groups())
+        low, high = (values.factor(each, f"{what} its factor") for each in factors)
+        if float(share) <= 100 and low <= high:
+            return Change(float(share) / 100, factors=(low, high))
     elif found := _NAMED.fullmatch(term):
-        kind, numbers, sign, size = found.groups()
-        chosen = _numbers(numbers, what)
+        kind, given, sign, size = found.groups()
+        change = Change(1.0, kind, values.numbers(given, what))
+        if sign is None:
+            return change._replace(lost=True)
         if sign == "+":
-            return Change(1.0, kind, chosen, delay=duration(size, f"{what} its delay"))
-        factor = _number(size, f"{what} its factor")
-        return Change(1.0, kind, chosen, (factor, factor))
+            return change._replace(delay=values.duration(size, f"{what} its delay"))
+        return change._replace(factors=(values.factor(size, f"{what} its factor"),) * 2)
     raise argparse.ArgumentTypeError(f"{what} must be {MORE}")
-
-
-def _numbers(text: str, what: str) -> tuple[int, ...]:
-    """Return the numbers of a text such as 3 or 0,4-7."""
-    found = list[int]()
-    for part in text.split(","):
-        ends = re.fullmatch("([0-9]+)(?:-([0-9]+))?", part)
-        if not ends:
-            raise argparse.ArgumentTypeError(
-                f"{what} must name numbers such as 7, 3,7 or 4-7, got {text!r}"
-            )
-        found += range(int(ends[1]), int(ends[2] or ends[1]) + 1)
-    return tuple(found)
-
-
-def _file(path: Path) -> Series:
-    """Return the times in a file of ``train --trace``, by rank, or in a list."""
-    try:
-        lines = read_lines(path)
-    except InvalidArgumentError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    found: dict[Any, list[float]] = {}
-    try:
-        for event in json.loads("\n".join(lines))["traceEvents"]:
-            if event["name"] == "compute":
-                rank = event["pid"], event["tid"]
-                found.setdefault(rank, []).append(event["dur"] * 1e-6)
-    except (ValueError, TypeError, LookupError):
-        units, listed = {"": 1.0, **DURATIONS}, list[float]()
-        for place, line in enumerate(lines, 1):
-            wanted = f"{path}, line {place}: each {A_DURATION}"
-            words = re.sub(r"[\[\],;]", " ", line.partition("#")[0]).split()
-            listed += [quantity(word, units, wanted) for word in words]
-        found = {0: listed}
-    if not any(found.values()):
-        raise argparse.ArgumentTypeError(f"{path} has no time of a gradient")
-    return [found[rank] for rank in sorted(found)]
 
 
 class Draws:
     """Draws times of gradients, and other numbers, the same ones for the same seed."""
 
-    def __init__(self, compute: Compute, node_of: Ints, seed: int) -> None:
+    def __init__(self, compute: Compute, setting: Setting, seed: int) -> None:
         self.rng, self._distribution = np.random.default_rng(seed), compute.distribution
-        ranks = np.arange(len(node_of))
-        self._changes = [
-            (each, np.isin(node_of if each.kind == "node" else ranks, each.numbers))
-            for each in compute.changes
-        ]
+        ranks, node_of = setting.present, setting.node_of
+        self._changes = [(each, each.named(ranks, node_of)) for each in compute.changes]
         if isinstance(self._distribution, list):
-            # Read in order, from a random place on: slow phases last as they did. All
-            # series in one vector: where that of each rank begins, and its length.
-            self._series = np.concatenate(self._distribution)
-            lengths = np.array([len(each) for each in self._distribution])
-            whose = (ranks % len(lengths))[:, np.newaxis]
-            self._begins = (np.cumsum(lengths) - lengths)[whose]
-            self._lengths = lengths[whose]
-            self._at = self.rng.integers(0, self._lengths)
+            # Read in order, from a random place on: slow phases last as they did.
+            length = max(map(len, self._distribution))
+            rows = [np.resize(each, length) for each in self._distribution]
+            self._series, count = np.array(rows), len(rows)
+            self._whose = (ranks % count)[:, np.newaxis]
+            self._at = self.rng.integers(0, length, (len(ranks), 1))
 
     def draw(self, ranks: Ints, count: int = 1) -> Floats:
         """Return the times of the next gradients of different ranks, a row for each."""
         rng, shape, times = self.rng, (len(ranks), count), np.empty(0)
         if isinstance(self._distribution, list):
-            places = (self._at[ranks] + np.arange(count)) % self._lengths[ranks]
-            times = self._series[self._begins[ranks] + places]
+            places = (self._at[ranks] + np.arange(count)) % self._series.shape[1]
+            times = self._series[self._whose[ranks], places]
             self._at[ranks] += count
         else:
             times = self._distribution(rng, shape)
-        for (share, kind, _, (low, high), delay), named in self._changes:
+        for (share, kind, _, (low, high), delay, _), named in self._changes:
             slow = named[ranks, np.newaxis] if kind else rng.random(shape) < share
             factor = low if low == high else rng.uniform(low, high, shape)
             times = np.where(slow, times * factor + delay, times)
         return times
-
-    def pushes(
-        self, ranks: Ints, count: int, steps: int, call: float
-    ) -> tuple[Floats, Floats]:
-        """Return what ranks compute for pushes of some steps; and with their calls."""
-        shape = len(ranks), count
-        took = self.draw(ranks, count * steps).reshape(*shape, steps).sum(axis=2)
-        return took, took + call * self.rng.standard_gamma(steps, shape)

@@ -13,6 +13,7 @@ import numpy as np
 from hpcaccum import plots
 from hpcaccum.errors import counted, format_ranks
 from hpcaccum.plan.simulation import simulate
+from hpcaccum.server import LARGE
 from hpcaccum.tables import table
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ _SPEED = "samples_per_second"
 LEGEND = """\
 updates/s, samples/s: of gradients that count; +-: 95 % interval over the repeats
 dropped: gradients that do not count; lag: of all that arrive, in updates
-waiting: share of a rank's time, mean and most; server, link: share of time in use"""
+waiting: share of a rank's time, mean and most; server, link: share of time in use, the
+link of the busiest node; with a quorum, what it sends and receives in turns"""
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,10 @@ def predict(
 ) -> Prediction:
     """Predict what a setting does, by a simulation with each of the seeds."""
     found = [simulate(setting, machine, compute, updates, seed) for seed in seeds]
+    samples = setting.batch * setting.period / setting.fragments
     # During a restart no rank trains.
     trains = compute.availability(setting.nodes)
-    figures = [each.figures(setting.steps * setting.batch, trains) for each in found]
+    figures = [each.figures(samples, trains) for each in found]
     columns = {name: [each[name] for each in figures] for name in figures[0]}
     means = {name: fmean(column) for name, column in columns.items()}
     lags = sum((each.lags for each in found), Counter[int]())
@@ -92,7 +95,7 @@ def predict(
         {name: _interval(column) for name, column in columns.items()},
         np.mean([each.waiting for each in found], axis=0).tolist(),
         [lags[lag] for lag in range(max(lags) + 1)],
-        list(_doubts(setting, machine.ranks, means)),
+        list(_doubts(setting, machine, means)),
     )
 
 
@@ -104,10 +107,20 @@ def _interval(column: Sequence[float]) -> tuple[float, float] | None:
     return middle - width, middle + width
 
 
-def _doubts(setting: Setting, fitted: int, means: dict[str, float]) -> Iterator[str]:
-    here = -(-setting.ranks // setting.nodes)
-    if 0 < fitted < here:
-        yield f"extrapolated from {counted(fitted, 'rank')} on a node to {here}"
+def _doubts(
+    setting: Setting, machine: Machine, means: dict[str, float]
+) -> Iterator[str]:
+    if 0 < machine.ranks < (here := -(-setting.ranks // setting.nodes)):
+        yield f"extrapolated from {counted(machine.ranks, 'rank')} on a node to {here}"
+    if 0 < machine.nbytes < setting.nbytes:
+        sizes = [each / 2**20 for each in (machine.nbytes, setting.nbytes)]
+        yield "extrapolated from gradients of {:.3g} MiB to {:.3g} MiB".format(*sizes)
+    if machine.nodes == 1 < setting.nodes:
+        yield "the costs between nodes are the usual ones"
+    if setting.lost and setting.nodes > 1:
+        whole = np.unique(setting.node_of).size < setting.nodes
+        if not setting.has_server or (whole and setting.servers > 1):
+            yield "such a loss ends the job; this is a new one without these ranks"
     # Updates a second times the mean time from a pull to the admission, less the share
     # of gradients that make an update themselves.
     lag, law = means["mean_lag"], means["law"]
@@ -147,6 +160,9 @@ def words(predictions: Sequence[Prediction], compute: Compute) -> Iterator[str]:
     """Yield what follows from the predictions."""
     for ranks in dict.fromkeys(each.setting.ranks for each in predictions):
         found = [each for each in predictions if each.setting.ranks == ranks]
+        if lost := found[0].setting.lost:
+            who = f"{counted(ranks, 'rank')}, {format_ranks(lost)} lost"
+            yield f"{who}: {ranks - len(lost)} train on, and a quorum is at most that"
         for kind, waits in ("every update waits", True), ("no update waits", False):
             if some := [each for each in found if each.setting.synchronous == waits]:
                 yield f"{counted(ranks, 'rank')}, {kind}: {_best(some, found[0])}"
@@ -183,15 +199,20 @@ def _best(found: Sequence[Prediction], base: Prediction) -> str:
 def _remarks(found: Prediction) -> Iterator[str]:
     """Yield what is notable about a prediction."""
     setting, waiting = found.setting, found.waiting
+    more = min(2 * setting.servers, setting.nodes)
+    cure = f": try --servers {more}" if more > setting.servers else ""
     if found.means["busiest_link"] > _BUSY:
-        more = min(2 * setting.servers, setting.nodes)
-        cure = f": try --servers {more}" if setting.servers < setting.nodes else ""
-        yield "the busiest link is the bottleneck" + cure * setting.has_server
+        link, cure = ("server's", cure) if setting.has_server else ("busiest", "")
+        yield f"the {link} link is the bottleneck{cure}"
     if found.means["server_utilisation"] > _BUSY:
-        yield "the server is the bottleneck"
+        # What an update of few parameters takes, each server takes.
+        if setting.nbytes < LARGE or not cure:
+            cure = ": try fewer ranks"
+        yield f"the server is the bottleneck{cure}"
     slow = [rank for rank, each in enumerate(waiting) if each < max(waiting) - _SLOW]
-    if slow and setting.quorum in (None, setting.ranks) and setting.synchronous:
-        yield f"all wait for {format_ranks(slow)}"
+    everybody = setting.quorum is None or setting.quorum >= len(waiting)
+    if slow and everybody and setting.synchronous:
+        yield f"all wait for {format_ranks(setting.present[slow].tolist())}"
     yield from found.doubts
 
 

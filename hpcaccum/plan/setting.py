@@ -5,26 +5,26 @@ The costs of an exchange on a machine are fitted by ``bench plan``, or two numbe
 
 from __future__ import annotations
 
-import argparse
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcaccum.deadline import EAGER, nap_after
-from hpcaccum.files import json_value, read_lines
-from hpcaccum.option_values import duration, quantity
+from hpcaccum.option_values import levels, numbers_of
 from hpcaccum.server import LARGE
 
 if TYPE_CHECKING:
-    from hpcaccum.plan.compute import Floats, Ints
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+    Ints = npt.NDArray[np.int64]
 
 STRATEGIES = ("cross-shard", "sync-replicas", "drop-stale", "agn", "local-steps")
 # How often a local step moves the parameters: an update; and for AGN, a sum.
 _LOCAL_STEP = {"agn": 5, "local-steps": 3}
-_RATES = {"B/s": 1.0, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12}
 NETWORK = (
     "a file that hpcaccum bench plan --json wrote, or a latency and a rate of a "
     "node, and optionally between nodes, such as '1us 25GB/s; 2us 12GB/s'"
@@ -39,7 +39,8 @@ class Setting:
     """What is simulated: a strategy, with the options of its optimizer.
 
     Node i has the i-th block of ranks. The parameters, and a gradient, have ``nbytes``,
-    a gradient ``batch`` samples. Without a ``quorum``, each makes an update.
+    a gradient ``batch`` samples. Without a ``quorum``, each makes an update. Of the
+    ranks, some are ``lost``.
     """
 
     strategy: str
@@ -52,6 +53,7 @@ class Setting:
     fragments: int = 1
     servers: int = 1
     batch: int = 1
+    lost: tuple[int, ...] = ()
 
     @staticmethod
     def automatic_servers(nbytes: int, nodes: int) -> int:
@@ -59,9 +61,14 @@ class Setting:
         return nodes if nbytes >= LARGE else 1
 
     @property
+    def present(self) -> Ints:
+        """The ranks that train."""
+        return np.delete(np.arange(self.ranks), self.lost)
+
+    @property
     def node_of(self) -> Ints:
-        """The node of each rank."""
-        return np.arange(self.ranks) * self.nodes // self.ranks
+        """The node of each rank that trains."""
+        return self.present * self.nodes // self.ranks
 
     @property
     def pushed(self) -> float:
@@ -69,9 +76,10 @@ class Setting:
         return self.nbytes / self.fragments
 
     @property
-    def steps(self) -> int:
-        """Gradients that a rank computes between two pushes."""
-        return max(1, self.period // self.fragments)
+    def gaps(self) -> Ints:
+        """Gradients that a rank computes for each push of a period."""
+        ends = np.arange(self.fragments + 1) * self.period // self.fragments
+        return np.diff(ends)
 
     @property
     def name(self) -> str:
@@ -101,14 +109,13 @@ class Setting:
     def memory_bytes(self) -> int:
         """Of the fullest node: variables, gradients, and what servers need."""
         here = -(-self.ranks // self.nodes)
-        # Each rank has its variables, its gradient, and its buffers for the exchange,
-        # and knows where its local steps began.
-        copies = 4 if self.quorum and self.has_server else 3
-        nbytes = here * self.nbytes * (copies + (self.strategy == "local-steps"))
-        if self.has_server:
-            # Two copies that a node reads, and a part of the center.
-            nbytes += 2 * self.nbytes + -(-self.nbytes // self.servers)
-        return nbytes
+        if not self.has_server:
+            # Each rank has its variables and its gradient, and the node the mean.
+            return (2 * here + 1) * self.nbytes
+        # Each rank also has its buffers for the exchange; the node, two copies that its
+        # ranks read, and a part of the center.
+        nbytes = here * self.nbytes * (4 if self.quorum else 3) + 2 * self.nbytes
+        return nbytes + -(-self.nbytes // self.servers)
 
 
 @dataclass(frozen=True)
@@ -124,7 +131,8 @@ class Machine:
         copy: Rate at which the ranks of a node copy, all together.
         latency: Of a message to another node.
         link: Rate of the link of a node, in each direction.
-        ranks: The most on a node for which it was measured; 0 if it was not.
+        ranks, nodes, nbytes: The most ranks on a node, nodes, and bytes of a gradient,
+            for which it was measured; 0 if it was not, or is not known.
     """
 
     call: float = 500e-6
@@ -135,8 +143,10 @@ class Machine:
     latency: float = 50e-6
     link: float = 10e9
     ranks: int = 0
+    nodes: int = 0
+    nbytes: int = 0
 
-    def moved(self, setting: Setting, steps: int = 0) -> float:
+    def moved(self, setting: Setting, steps: Any = 0) -> Any:
         """Return seconds in which a rank copies its push or pull, and makes steps."""
         moves = steps * _LOCAL_STEP.get(setting.strategy, 0)
         return (setting.pushed + moves * setting.nbytes) / self.copy
@@ -168,21 +178,12 @@ def napped(waited: Floats, uniform: Floats) -> Floats:
 def machine(text: str) -> Machine:
     """Return what ``--network`` says, or raise ArgumentTypeError."""
     if (path := Path(text)).is_file():
-        try:
-            return Machine(**json_value(read_lines(path)[0])["machine"])
-        except (ValueError, TypeError, LookupError):
-            raise argparse.ArgumentTypeError(
-                f"{path} is not what hpcaccum bench plan --json writes"
-            ) from None
-    levels = [each.strip().partition(" ") for each in text.split(";")]
-    if len(levels) > 2:
-        raise argparse.ArgumentTypeError(
-            f"must have two levels at most, of a node and between nodes, got {text!r}"
-        )
-    wanted = f"must be {NETWORK}"
-    rates = [quantity(rate.strip(), _RATES, wanted) for *_, rate in levels]
-    latencies = [duration(latency, "a latency") for latency, *_ in levels]
-    costs: dict[str, Any] = {"call": Machine.call + latencies[0], "copy": rates[0]}
-    if len(levels) == 2:
-        costs.update(latency=latencies[1], link=rates[1])
-    return Machine(**costs)
+        # A rate divides.
+        least = {name: float(name in ("copy", "link")) for name in vars(Machine())}
+        costs = numbers_of(path, "machine", least, ranks=0, nodes=0, nbytes=0)
+        return Machine(**costs)
+    (call, copy), *network = levels(text, f"must be {NETWORK}")
+    found = Machine(call=Machine.call + call, copy=copy, nodes=1)
+    for latency, link in network:
+        found = replace(found, latency=latency, link=link, nodes=0)
+    return found

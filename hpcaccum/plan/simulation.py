@@ -25,8 +25,8 @@ from hpcaccum.plan.setting import napped
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from hpcaccum.plan.compute import Compute, Floats, Ints
-    from hpcaccum.plan.setting import Machine, Setting
+    from hpcaccum.plan.compute import Compute
+    from hpcaccum.plan.setting import Floats, Ints, Machine, Setting
 
 # Updates that come before those that count, as a part of them.
 _WARM_UP = 0.2
@@ -36,8 +36,7 @@ _LEAST_GRADIENTS = 50
 _GRADIENTS, _PUSHES, _NUMBERS = 1 << 20, 64, 4096
 # Versions that a node remembers at least.
 _VERSIONS = 1024
-_time, _step = operator.attrgetter("time"), operator.attrgetter("step")
-_end = operator.itemgetter(1)
+_step = _end = operator.itemgetter(1)
 
 
 @dataclass
@@ -60,7 +59,7 @@ class Outcome:
         """The share of time in which each rank did not compute."""
         return np.clip(1 - self.computing / self.seconds, 0, 1)
 
-    def figures(self, samples: int, trains: float) -> dict[str, float]:
+    def figures(self, samples: float, trains: float) -> dict[str, float]:
         """Return what is shown, of pushes of samples, and of a part of the time."""
         arrived = self.lags.total()
         accepted = arrived - self.dropped
@@ -70,8 +69,9 @@ class Outcome:
             "dropped": self.dropped / arrived,
             "mean_lag": sum(lag * n for lag, n in self.lags.items()) / arrived,
             "waiting": float(self.waiting.mean()),
-            "busiest_link": self.link / self.seconds,
-            "server_utilisation": self.server / self.seconds,
+            "busiest_link": self.link / self.seconds * trains,
+            "server_utilisation": self.server / self.seconds * trains,
+            "available": trains,
             "law": self.law,
         }
 
@@ -80,10 +80,11 @@ def simulate(
     setting: Setting, machine: Machine, compute: Compute, updates: int, seed: int
 ) -> Outcome:
     """Simulate updates of a setting; the same ones for the same seed."""
-    draws = Draws(compute, setting.node_of, seed)
+    draws = Draws(compute, setting, seed)
     if not setting.has_server:
         return allreduce(setting, machine, draws, updates)
     kind: type[Rounds | Events] = Rounds
+    updates *= setting.fragments
     if setting.quorum is None:
         kind, updates = Events, max(updates, _LEAST_GRADIENTS * setting.ranks)
     simulation = kind(setting, machine, draws)
@@ -95,11 +96,12 @@ def allreduce(
     setting: Setting, machine: Machine, draws: Draws, updates: int
 ) -> Outcome:
     """Simulate updates for which all ranks wait for each other."""
-    n, left = setting.ranks, updates
+    n, left = setting.node_of.size, updates
     found = Outcome(updates, np.zeros(n), Counter({0: n * updates}))
     while left:
         count = min(left, max(1, _GRADIENTS // n))
-        took, until = draws.pushes(np.arange(n), count, 1, machine.call)
+        took = draws.draw(np.arange(n), count)
+        until = took + machine.call * draws.rng.standard_exponential(took.shape)
         found.computing += took.sum(axis=1)
         longest = until.max(axis=0)
         # The first that has waited notices last that all have arrived.
@@ -113,94 +115,128 @@ def allreduce(
 
 
 class Rounds:
-    """Updates with the mean of a quorum of gradients, whose ranks wait for the last."""
+    """Updates with the mean of a quorum of pushes, whose ranks wait for the last.
+
+    Each fragment has a step and a quorum. A rank pushes one fragment after the other.
+    """
 
     def __init__(self, setting: Setting, machine: Machine, draws: Draws) -> None:
-        self._setting, self._machine, self._rng = setting, machine, draws.rng
-        self._draws, self._everybody = draws, np.arange(setting.ranks)
-        self._quorum, self._node_of = setting.quorum or 1, setting.node_of
-        self._crossing = machine.crossing(setting)
-        # The step, and when it was published.
-        self._step, self._published = 0, 0.0
-        # The next gradient of each rank: its step, when it arrives, how long it took.
-        self._local = np.zeros(setting.ranks, np.int64)
-        self._arrives, self._took = self._next(self._everybody, np.zeros(1))
+        self._setting, self._machine, self._draws = setting, machine, draws
+        self._node_of, self._crossing = setting.node_of, machine.crossing(setting)
+        n, fragments = self._node_of.size, setting.fragments
+        self._everybody, self._quorum = np.arange(n), min(setting.quorum or 1, n)
+        # The step of each fragment, and when it was published.
+        self._step, self._published = np.zeros(fragments, int), np.zeros(fragments)
+        # Until when parameters are sent.
+        self._sent = 0.0
+        # The next push of each rank: its fragment, when it arrives, and how long it was
+        # computed; and the steps of all fragments that the rank has.
+        fields = ("fragment", int), ("arrives", float), ("took", float)
+        self._pushes = np.zeros(n, [*fields, ("local", int, fragments)])
+        self._begin(self._everybody, np.zeros(n))
 
-    def _next(self, ranks: Ints, begin: Floats) -> tuple[Floats, Floats]:
-        """Return when gradients arrive that are begun at some times; and their time."""
-        setting, machine = self._setting, self._machine
-        took, until = self._draws.pushes(ranks, 1, setting.steps, machine.call)
-        return begin + until[:, 0] + machine.moved(setting, setting.steps), took[:, 0]
+    def _begin(self, ranks: Ints, start: Floats) -> None:
+        """Let ranks begin, at some times, what they push next."""
+        setting, machine, draws = self._setting, self._machine, self._draws
+        gaps = setting.gaps[self._pushes["fragment"][ranks]]
+        counts = np.arange(setting.gaps.max()) < gaps[:, np.newaxis]
+        took = draws.draw(ranks, counts.shape[1]).sum(axis=1, where=counts)
+        until = took + machine.call * draws.rng.standard_gamma(gaps)
+        until += start + machine.moved(setting, gaps)
+        self._pushes["took"][ranks], self._pushes["arrives"][ranks] = took, until
+
+    def _pull(self, ranks: Ints, start: Floats) -> None:
+        """Let ranks pull the fragments that they have pushed, and go on."""
+        fragment = self._pushes["fragment"][ranks]
+        self._pushes["local"][ranks, fragment] = self._step[fragment]
+        self._pushes["fragment"][ranks] = (fragment + 1) % self._step.size
+        self._begin(ranks, start)
 
     def run(self, updates: int) -> Outcome:
         """Simulate as many updates more."""
-        self._found = found = Outcome(updates, np.zeros(self._setting.ranks))
-        begun = self._published
+        n = self._everybody.size
+        self._found = found = Outcome(updates, np.zeros(n))
+        begun = self._published.max()
         for _ in range(updates):
             self._round()
-        found.seconds = self._published - begun
-        found.law = updates * (self._setting.ranks - self._quorum) / found.lags.total()
+        found.seconds = self._published.max() - begun
+        found.law = updates * (n - self._quorum) / found.lags.total()
         return found
 
-    def _count(self, ranks: Ints) -> None:
-        """Count the gradients of ranks, which arrive, and the time they took."""
-        lags = np.bincount(self._step - self._local[ranks])
-        self._found.lags.update(dict(enumerate(lags.tolist())))
-        self._found.computing[ranks] += self._took[ranks]
-
     def _round(self) -> None:
-        fresh = admits(self._step, self._local, self._setting.staleness)
-        arrives = np.where(fresh, self._arrives, np.inf)
-        closes, chosen = self._closing(arrives)
-        # Stale gradients that arrive before are dropped, and their ranks begin anew.
-        stale = self._everybody[~fresh & (self._arrives < closes)]
-        if stale.size:
-            begin = np.maximum(self._arrives[stale], self._published)
+        """Make the next update; drop the pushes that are stale before."""
+        closes, chosen, stale = self._closing()
+        while stale.size:
+            dropped, lags = self._pushes[stale], self._lags[stale]
+            begin = np.maximum(dropped["arrives"], self._published[dropped["fragment"]])
             away = self._crossing + 2 * self._machine.latency
-            begin += away * (self._node_of[stale] > 0)
-            again, took = self._next(stale, begin)
-            arrives[stale] = again
-            closes, chosen = self._closing(arrives)
-            begun = self._arrives[stale] < closes
-            stale = stale[begun]
-            self._count(stale)
-            self._found.dropped += stale.size
-            self._local[stale] = self._step
-            self._arrives[stale], self._took[stale] = again[begun], took[begun]
-        self._count(chosen)
+            self._pull(stale, begin + away * (self._node_of[stale] > 0))
+            closes, chosen, more = self._closing()
+            # What they push next may close the update before the others are dropped.
+            early = dropped["arrives"] < closes
+            self._pushes[stale[~early]] = dropped[~early]
+            self._count(stale[early], lags[early], dropped["took"][early])
+            self._found.dropped += int(early.sum())
+            stale = more
+        self._count(chosen, self._lags[chosen], self._pushes["took"][chosen])
         self._close(closes, chosen)
 
-    def _closing(self, arrives: Floats) -> tuple[float, Ints]:
-        """Return when the quorum is complete, and its ranks."""
-        chosen = np.argpartition(arrives, self._quorum - 1)[: self._quorum]
-        # They are admitted one after the other.
+    def _count(self, ranks: Ints, lags: Ints, took: Floats) -> None:
+        """Count pushes of ranks, and the time they took."""
+        self._found.lags.update(dict(enumerate(np.bincount(lags).tolist())))
+        self._found.computing[ranks] += took
+
+    def _closing(self) -> tuple[float, Ints, Ints]:
+        """Return when a quorum is complete, its ranks, and those stale before."""
+        fragments = self._pushes["fragment"]
+        local = self._pushes["local"][self._everybody, fragments]
+        fresh = admits(self._step[fragments], local, self._setting.staleness)
+        self._lags = self._step[fragments] - local
+        closes, chosen = math.inf, self._everybody
         turns = self._machine.turn * np.arange(self._quorum)
-        closes = (np.sort(arrives[chosen]) - turns).max() + turns[-1]
-        return float(closes + self._machine.turn), chosen
+        for fragment in range(self._step.size):
+            ranks = self._everybody[fresh & (fragments == fragment)]
+            if ranks.size >= self._quorum:
+                arrives = self._pushes["arrives"][ranks]
+                first = np.argpartition(arrives, self._quorum - 1)[: self._quorum]
+                # They are admitted one after the other.
+                last = (np.sort(arrives[first]) - turns).max() + turns[-1]
+                if last < closes:
+                    closes, chosen = last, ranks[first]
+        closes += self._machine.turn
+        before = ~fresh & (self._pushes["arrives"] < closes)
+        return closes, chosen, self._everybody[before]
 
     def _close(self, closes: float, waits: Ints) -> None:
         """Make the update, and let the ranks that wait for it begin."""
-        machine, setting, uniform = self._machine, self._setting, self._rng.random
+        machine, setting, uniform = self._machine, self._setting, self._draws.rng.random
+        fragment = self._pushes["fragment"][waits[0]]
         # Late gradients alone may be a quorum, before the last update is made.
-        closes = max(closes, self._published)
-        idle = np.array([closes - self._published])
-        notices = closes + float(napped(idle, uniform(1))[0])
-        # The server gets one sum of each node, and sends the parameters back in turns.
+        before = self._published[fragment]
+        closes = max(closes, before)
+        notices = closes + float(napped(np.array([closes - before]), uniform(1))[0])
+        # The servers get one sum of each node, and send the parameters back in turns.
         nodes = self._node_of[waits]
-        others = self._rng.permutation(np.unique(nodes[nodes > 0]))
-        turns = np.zeros(setting.nodes)
-        turns[others] = np.arange(1, others.size + 1) * self._crossing + machine.latency
+        others = self._draws.rng.permutation(np.unique(nodes[nodes > 0]))
+        turns, sends = np.zeros(setting.nodes), others.size * self._crossing
+        turns[others] = np.arange(1, others.size + 1) * self._crossing
+        if setting.servers > 1:
+            # A node has its parameters when the last server has sent its part.
+            turns[:] = sends
+        turns[turns > 0] += machine.latency
         updating = machine.updating(setting, np.sum(nodes == 0) + others.size)
-        self._found.server += updating
-        self._found.link += others.size * self._crossing
-        self._published = notices + turns.max() + updating
-        self._step += 1
-        began = napped(self._published - self._arrives[waits], uniform(waits.size))
-        began += machine.call * self._rng.standard_exponential(waits.size)
-        began += self._published + turns[nodes]
+        published = notices + turns.max() + updating
+        self._published[fragment] = published
+        self._step[fragment] += 1
+        self._found.server += updating / setting.fragments
+        # All wait for what crosses the link, first in one direction, then in the other.
+        self._found.link += 2 * sends - max(0.0, min(sends, self._sent - notices))
+        self._sent = published + sends
+        began = published + turns[nodes]
+        began += napped(published - self._pushes["arrives"][waits], uniform(waits.size))
+        began += machine.call * self._draws.rng.standard_exponential(waits.size)
         began += waits.size / setting.nodes * machine.moved(setting)
-        self._arrives[waits], self._took[waits] = self._next(waits, began)
-        self._local[waits] = self._step
+        self._pull(waits, began)
 
 
 class Version(NamedTuple):
@@ -226,7 +262,7 @@ class Versions:
             self._limit = max(_VERSIONS, 2 * len(self.all))
 
     def _place(self, time: float) -> int:
-        return bisect_right(self.all, time, key=_time) - 1
+        return bisect_right(self.all, (time, math.inf)) - 1
 
     def at(self, time: float) -> Version:
         """Return the newest version at a time."""
@@ -266,128 +302,141 @@ class Link:
         return self._free
 
 
+class Center:
+    """A fragment of the parameters: its step, and until when its server is busy."""
+
+    def __init__(self, ranks: int, nodes: int) -> None:
+        self.step, self.busy = 0, 0.0
+        # By rank: when it pulled, and its last arrival.
+        self.starts, self.last = [0.0] * ranks, [0.0] * ranks
+        self.versions = [Versions(self.starts) for _ in range(nodes)]
+
+
 class Events:
-    """Updates of one gradient each, if it is not more than ``staleness`` late."""
+    """Updates of one push each, if it is not more than ``staleness`` late."""
 
     def __init__(self, setting: Setting, machine: Machine, draws: Draws) -> None:
         self._setting, self._machine, self._draws = setting, machine, draws
-        n, nodes, self._node_of = setting.ranks, setting.nodes, setting.node_of.tolist()
-        # By rank: when it pulled, what it computes, and its last arrival.
-        self._starts, self._took, self._last = ([0.0] * n for _ in range(3))
-        self._versions = [Versions(self._starts) for _ in range(nodes)]
+        nodes, self._node_of = setting.nodes, setting.node_of.tolist()
+        n = len(self._node_of)
+        self._centers = [Center(n, nodes) for _ in range(setting.fragments)]
+        # Of each rank: the fragments that it pushes, and what it computes for them.
+        self._fragments = [itertools.cycle(self._centers) for _ in range(n)]
         self._pushes = [self._pushes_of(np.array([rank])) for rank in range(n)]
+        self._took = [0.0] * n
         self._uniform = self._random(draws.rng.random)
         self._exponential = self._random(draws.rng.standard_exponential)
         self._heap = [(self._begin(rank, 0.0), rank) for rank in range(n)]
         heapq.heapify(self._heap)
-        # Until when the word of the step, and the server, are busy.
-        self._step, self._word, self._busy = 0, 0.0, 0.0
+        # Until when the words of the steps are busy.
+        self._word = 0.0
         self._inward, self._outward = ([Link() for _ in range(nodes)] for _ in range(2))
         # The seconds in which a node sends a gradient to the servers of other nodes.
         servers, crossing = setting.servers, machine.crossing(setting)
         others = [servers - (node < servers) for node in range(nodes)]
         self._crossings = [each * crossing for each in others]
-        self._servers = itertools.cycle(range(servers))
+        self._servers = [itertools.cycle(range(servers)) for _ in range(2)]
 
     def _pushes_of(self, rank: Ints) -> Iterator[tuple[float, float]]:
-        steps, call = self._setting.steps, self._machine.call
+        setting, machine, draws = self._setting, self._machine, self._draws
+        gaps = np.tile(setting.gaps, -(-_PUSHES // setting.fragments))
+        ends, moved = gaps.cumsum(), machine.moved(setting, gaps)
         while True:
-            took, until = self._draws.pushes(rank, _PUSHES, steps, call)
-            yield from zip(took[0].tolist(), until[0].tolist(), strict=True)
+            took = np.add.reduceat(draws.draw(rank, ends[-1])[0], ends - gaps)
+            until = took + moved + machine.call * draws.rng.standard_gamma(gaps)
+            yield from zip(took.tolist(), until.tolist(), strict=True)
 
     def _random(self, draw: Callable[[int], Any]) -> Iterator[float]:
         while True:
             yield from draw(_NUMBERS).tolist()
 
     def _begin(self, rank: int, start: float) -> float:
-        """Begin a gradient; return when it arrives."""
-        setting, machine = self._setting, self._machine
-        self._starts[rank] = start
+        """Begin what a rank pushes next; return when that arrives."""
         self._took[rank], until = next(self._pushes[rank])
-        away = machine.latency if self._node_of[rank] else 0.0
-        return start + until + machine.moved(setting, setting.steps) + away
+        away = self._machine.latency if self._node_of[rank] else 0.0
+        return start + until + away
 
     def run(self, updates: int) -> Outcome:
         """Simulate as many updates more."""
-        self._found = found = Outcome(updates, np.zeros(self._setting.ranks))
-        begun, last, self._since_pull = self._word, self._step + updates, 0.0
-        links = self._inward + self._outward
+        self._found = found = Outcome(updates, np.zeros(len(self._node_of)))
+        begun, self._since_pull, links = self._word, 0.0, self._inward + self._outward
         for link in links:
             link.carried = 0.0
-        while self._step < last:
+        self._left = updates
+        while self._left:
             self._arrive()
         found.seconds = self._word - begun
         found.link = max(link.carried for link in links)
         # The interval of an accepted gradient includes its own admission.
-        accepted = updates / found.lags.total()
-        found.law = accepted * (self._since_pull / found.seconds - 1)
+        computing = self._since_pull / found.seconds / len(self._centers)
+        found.law = updates / found.lags.total() * (computing - 1)
         return found
 
     def _arrive(self) -> None:
-        """Admit or drop the next gradient that arrives."""
+        """Admit or drop the next push that arrives."""
         arrives, rank = self._heap[0]
         node, machine = self._node_of[rank], self._machine
-        pulled = self._versions[node].at(self._starts[rank])
+        center = next(self._fragments[rank])
+        pulled = center.versions[node].at(center.starts[rank])
         now = self._word = max(self._word, arrives) + machine.turn
         # No update came between the newest version and a gradient that was dropped.
-        self._since_pull += now - max(pulled.admitted, self._last[rank])
-        self._last[rank] = now
+        self._since_pull += now - max(pulled.admitted, center.last[rank])
+        center.last[rank] = now
         self._found.computing[rank] += self._took[rank]
-        self._found.lags[self._step - pulled.step] += 1
-        if admits(self._step, pulled.step, self._setting.staleness):
-            self._step += 1
-            start = self._update(now, node)
+        self._found.lags[center.step - pulled.step] += 1
+        if admits(center.step, pulled.step, self._setting.staleness):
+            center.step += 1
+            self._left -= 1
+            start = self._update(now, node, center)
             start += nap_after(start - now) * next(self._uniform)
             start += machine.call * next(self._exponential)
         else:
             self._found.dropped += 1
-            start = self._useful(now, node)
-        start += machine.moved(self._setting)
+            start = self._useful(now, node, center)
+        center.starts[rank] = start = start + machine.moved(self._setting)
         heapq.heapreplace(self._heap, (self._begin(rank, start), rank))
 
-    def _update(self, now: float, node: int) -> float:
+    def _update(self, now: float, node: int, center: Center) -> float:
         """Make an update of a gradient; return when its node has the parameters."""
-        arrived, server = now, self._server_for(node)
-        if took := self._crossings[node]:
-            arrived = self._cross(now + self._machine.latency, node, server, took)
-        if arrived > self._busy:
-            arrived += nap_after(arrived - self._busy) * next(self._uniform)
+        arrived = self._cross(now, node, back=False)
+        if arrived > center.busy:
+            arrived += nap_after(arrived - center.busy) * next(self._uniform)
         took = self._machine.updating(self._setting, 1)
-        self._found.server += took
-        self._busy = max(self._busy, arrived) + took
-        made = Version(self._busy, self._step, now)
-        self._versions[0].add(made)
-        return self._pull(made, node, server)
+        self._found.server += took / self._setting.fragments
+        center.busy = max(center.busy, arrived) + took
+        made = Version(center.busy, center.step, now)
+        center.versions[0].add(made)
+        return self._pull(made, node, center)
 
-    def _useful(self, now: float, node: int) -> float:
+    def _useful(self, now: float, node: int, center: Center) -> float:
         """Return when a rank whose gradient was dropped has parameters of use."""
-        needed = self._step - int(self._setting.staleness)
-        for known in self._versions[node].since(needed):
+        needed = center.step - int(self._setting.staleness)
+        for known in center.versions[node].since(needed):
             return max(now, known.time)
-        served = self._versions[0]
+        served = center.versions[0]
         (made,) = served.since(needed)
         asked = max(now + self._machine.latency, made.time)
-        newest = served.at(asked)._replace(time=asked)
-        return self._pull(newest, node, self._server_for(node))
+        return self._pull(served.at(asked)._replace(time=asked), node, center)
 
-    def _pull(self, made: Version, node: int, server: int) -> float:
+    def _pull(self, made: Version, node: int, center: Center) -> float:
         """Send a version to a node; return when it is there."""
-        there = made.time
-        if took := self._crossings[node]:
-            there = self._cross(there, server, node, took) + self._machine.latency
+        there = self._cross(made.time, node, back=True)
         if node:
-            there = max(there, self._versions[node].all[-1].time)
-            self._versions[node].add(made._replace(time=there))
+            there = max(there, center.versions[node].all[-1].time)
+            center.versions[node].add(made._replace(time=there))
         return there
 
-    def _server_for(self, node: int) -> int:
-        """Return the node of a server that gets all of a gradient, in turns."""
-        # In fact, each gets a part. But links carry the same.
-        server = next(self._servers)
-        return (server + (server == node)) % self._setting.servers
+    def _cross(self, start: float, node: int, *, back: bool) -> float:
+        """Send a push to the servers, or parameters back; return when they are there.
 
-    def _cross(self, start: float, source: int, target: int, took: float) -> float:
-        """Send data between nodes; return when they are there."""
+        In fact, each server gets a part. But links carry the same.
+        """
+        if not (took := self._crossings[node]):
+            return start
+        server = next(self._servers[back])
+        server = (server + (server == node)) % self._setting.servers
+        source, target = (server, node) if back else (node, server)
         # They enter one link while they leave the other.
         left = self._outward[source].carry(self._word, start, took)
-        return max(left, self._inward[target].carry(self._word, start, took))
+        entered = self._inward[target].carry(self._word, start, took)
+        return max(left, entered) + self._machine.latency

@@ -16,7 +16,7 @@ from hpcaccum.accumulator import admits
 from hpcaccum.accumulator.state import State
 from hpcaccum.bench.plan import Measured, fit, simulated
 from hpcaccum.plan.compute import Draws, compute
-from hpcaccum.plan.prediction import predict
+from hpcaccum.plan.prediction import predict, words
 from hpcaccum.plan.setting import Machine, Setting, machine
 from hpcaccum.plan.simulation import simulate
 
@@ -24,14 +24,13 @@ FREE = Machine(call=0, turn=0, update=0, reduce=0, copy=1e30, latency=0, link=1e
 ONE_NODE = {"nodes": 1, "nbytes": 4096}
 
 
-def predicted(strategy, ranks, text, costs=FREE, **options):
+def predicted(strategy, ranks, text, costs=FREE, updates=2000, **options):
     setting = Setting(strategy, ranks, **{**ONE_NODE, **options})
-    return predict(setting, costs, compute(text), updates=2000, seeds=range(1, 2))
+    return predict(setting, costs, compute(text), updates, seeds=range(1, 2))
 
 
 def drawn(text, ranks=4, nodes=1, count=20000):
-    node_of = Setting("agn", ranks, nodes, 4).node_of
-    draws = Draws(compute(text), node_of, 0)
+    draws = Draws(compute(text), Setting("agn", ranks, nodes, 4), 0)
     return draws.draw(np.arange(ranks), count)
 
 
@@ -109,6 +108,14 @@ WRONG = {
     "30ms; rank 7 +45": "term 2, 'rank 7 +45', its delay must be a time",
     "30ms; node 1 xb": "term 2, 'node 1 xb', its factor must be a number",
     "30ms; failures 0.01 restart 5m": "or 'failures 0.01/h restart 5m'",
+    "30ms; 6% x10-2": "term 2, '6% x10-2', must be '6% x3'",
+    "30ms; 6% x1e400": "its factor must be a number such as 0.3, finite and above 0",
+    "30ms; rank 3-1 x2": "term 2, 'rank 3-1 x2', must name numbers such as 7",
+    "1e400ms": f"{FIRST}, 'normal",
+    "0ms": "or of train --trace, finite and above 0, got '0ms'",
+    "30ms; rank 1 +1e400s": "its delay must be a time such as 30ms, 1.5s or 200us, fin",
+    "lognormal 30ms 6": "the logarithm, must be at most 5, got '6'",
+    "30ms; failures 1/h restart 1m; failures 2/h restart 1m": "is the second of fail",
 }
 
 
@@ -120,12 +127,61 @@ def test_an_error_names_the_term_and_what_was_expected(text):
     assert WRONG[text] in str(error.value)
 
 
+LOG = '{"event": "start", "ranks": 3}\n{"event": "result", "waited": [0.1]}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0.1 1e400", "line 1: each must be a time such as 30ms, 1.5s or 200us, fin"),
+        ('{"traceEvents": [{"name": "wait"}]}', "has no times of gradients"),
+        (LOG, "is of train --log, which has no times of gradients: use --trace"),
+    ],
+)
+def test_an_error_says_what_is_wrong_in_a_file(tmp_path, text, message):
+    path = tmp_path / "times"
+    path.write_text(text)
+
+    with pytest.raises(argparse.ArgumentTypeError) as error:
+        compute(str(path))
+
+    assert message in str(error.value)
+
+
 def test_the_network_has_a_latency_and_a_rate_for_each_level():
     found = machine("1us 25GB/s; 2us 12GB/s")
 
     assert (found.copy, found.latency, found.link) == (25e9, 2e-6, 12e9)
-    with pytest.raises(argparse.ArgumentTypeError, match="such as '1us 25GB/s; 2us"):
-        machine("25GB/s")
+
+
+@pytest.mark.parametrize("text", ["25GB/s", "1us", "nofile.json", "1us 0GB/s", ""])
+def test_an_error_has_the_network_that_was_given(text):
+    with pytest.raises(argparse.ArgumentTypeError) as error:
+        machine(text)
+
+    assert "25GB/s" in str(error.value)
+    assert repr(text.split()[-1] if "0GB" in text else text) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("link", 0), ("copy", 0), ("call", -1), ("call", float("nan")), ("call", "a")],
+)
+def test_a_file_of_costs_is_checked(tmp_path, name, value):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"machine": {**vars(FREE), name: value}}))
+
+    with pytest.raises(argparse.ArgumentTypeError, match=f"{name} must be a number"):
+        machine(str(path))
+
+
+def test_a_file_of_costs_needs_all_of_them(tmp_path):
+    path = tmp_path / "costs.json"
+    costs = {name: value for name, value in vars(FREE).items() if name != "turn"}
+    path.write_text(json.dumps({"machine": costs}))
+
+    with pytest.raises(argparse.ArgumentTypeError, match="turn must be a number"):
+        machine(str(path))
 
 
 # What is predicted
@@ -176,43 +232,96 @@ def test_backup_workers_as_another_simulation_has_them(quorum):
     )
 
 
-def naive(ranks, quorum, text, updates, staleness):
-    """Return updates a second and the share that is dropped, one event at a time."""
-    times = [iter(row) for row in drawn(text, ranks, count=4 * updates).tolist()]
-    state, waiting = State(0, 0, 0, 1, quorum), []
-    local, counts = [0] * ranks, [0, 0]
+def each_of(draws, rank):
+    while True:
+        yield from draws.draw(np.array([rank]), 100)[0].tolist()
+
+
+def naive(ranks, quorum, text, updates, staleness=0, period=1, fragments=1):
+    """Return updates a second, the share that is dropped, and the mean lag.
+
+    It has one event for each call. Fragment f is pushed in the calls whose number
+    modulo the period is f / fragments of it, rounded down.
+    """
+    draws = Draws(compute(text), Setting("agn", ranks, 1, 4), 0)
+    times = [each_of(draws, rank) for rank in range(ranks)]
+    due = {f * period // fragments: f for f in range(fragments)}
+    states = [State(0, 0, 0, 1, quorum)] * fragments
+    waiting = [[] for _ in due]
+    local = [[0] * fragments for _ in range(ranks)]
+    calls, lags, drops, made = [1] * ranks, [], 0, 0
     heap = [(next(each), rank) for rank, each in enumerate(times)]
     heapq.heapify(heap)
-    while state.step < updates:
+    while made < updates:
         now, rank = heapq.heappop(heap)
-        accepted = admits(state.step, local[rank], staleness)
-        counts[accepted] += 1
         goes_on = [rank]
-        if accepted:
-            waiting.append(rank)
-            before, state = state, state.admitted(0)
-            goes_on = waiting if state.step > before.step else []
-        if goes_on is waiting:
-            state, waiting = state._replace(waiting=1, number=quorum), []
+        if (f := due.get(calls[rank] % period)) is not None:
+            step = states[f].step
+            lags.append(step - local[rank][f])
+            local[rank][f] = step
+            if admits(lags[-1], 0, staleness):
+                waiting[f].append(rank)
+                states[f] = states[f].admitted(0)
+                goes_on = []
+                if states[f].step > step:
+                    goes_on, waiting[f] = waiting[f], []
+                    states[f] = states[f]._replace(waiting=1, number=quorum)
+                    made += 1
+                for each in goes_on:
+                    local[each][f] = step + 1
+            else:
+                drops += 1
         for each in goes_on:
-            local[each] = state.step
+            calls[each] += 1
             heapq.heappush(heap, (now + next(times[each]), each))
-    return updates / now, counts[0] / sum(counts)
+    return updates / now, drops / len(lags), sum(lags) / len(lags)
+
+
+def agrees(found, simulated):
+    names = "updates_per_second", "dropped", "mean_lag"
+    speed, dropped, lag = (found.means[name] for name in names)
+    assert speed == pytest.approx(simulated[0], rel=0.03)
+    assert dropped == pytest.approx(simulated[1], abs=0.01)
+    assert lag == pytest.approx(simulated[2], rel=0.03, abs=0.01)
+    assert not found.doubts
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("quorum", [3, 6, 8])
 def test_rounds_are_those_of_the_accumulator(quorum, staleness):
     text = "lognormal 30ms 0.5; rank 7 x2"
-
     place = {"quorum": quorum, "staleness": staleness}
 
     found = predicted("sync-replicas", 8, text, **place)
 
-    speed, share = naive(8, quorum, text, 3000, staleness)
-    assert found.means["updates_per_second"] == pytest.approx(speed, rel=0.03)
-    assert found.means["dropped"] == pytest.approx(share, abs=0.01)
-    assert not found.doubts
+    agrees(found, naive(8, quorum, text, 3000, staleness))
+
+
+@pytest.mark.parametrize(("period", "fragments"), [(11, 6), (19, 10), (10, 3), (4, 4)])
+def test_each_fragment_is_pushed_once_a_period(period, fragments):
+    place = {"period": period, "fragments": fragments}
+
+    found = predicted("local-steps", 4, "normal 30ms 3ms", **place)
+
+    pushes = 4 * fragments / (period * 0.03)
+    assert found.means["updates_per_second"] == pytest.approx(pushes, rel=0.02)
+    assert found.means["samples_per_second"] == pytest.approx(4 / 0.03, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("quorum", "staleness", "period", "fragments"),
+    [(4, 0, 8, 8), (4, 0, 11, 3), (5, 0, 4, 2), (None, 6, 20, 20), (None, 2, 5, 3)],
+)
+def test_each_fragment_has_a_step_and_a_quorum_of_its_own(
+    quorum, staleness, period, fragments
+):
+    place = {"period": period, "fragments": fragments, "staleness": staleness}
+    text = "exponential 40ms; rank 5 x1.3"
+
+    updates = 3000 // fragments
+    found = predicted("local-steps", 6, text, updates=updates, **place, quorum=quorum)
+
+    agrees(found, naive(6, quorum or 1, text, 10_000, **place))
 
 
 def test_all_wait_for_the_slowest_rank():
@@ -243,10 +352,77 @@ def test_the_link_of_one_server_is_the_bottleneck():
     assert 1.5 < speeds[1] / speeds[0] < 2
 
 
-def test_restarts_take_their_share_of_the_time():
-    found = compute("30ms; failures 0.5/h restart 30m")
+@pytest.mark.parametrize(("servers", "gradients"), [(1, 6), (2, 3), (4, 1.5)])
+def test_the_link_limits_a_synchronous_job(servers, gradients):
+    place = {"nodes": 4, "nbytes": 10**8, "quorum": 8, "staleness": 0}
+    costs = machine("1us 1000GB/s; 2us 1GB/s")
 
-    assert found.availability(4) == pytest.approx(0.5)
+    found = predicted("sync-replicas", 8, "3ms", costs, **place, servers=servers)
+
+    # 3 nodes push to each server, then pull from it.
+    seconds = 1 / found.means["updates_per_second"]
+    used = found.means["busiest_link"] * seconds
+    assert used == pytest.approx(gradients * 0.1, rel=0.01)
+    assert found.means["busiest_link"] > 0.95
+    cure = f": try --servers {2 * servers}" if servers < 4 else ""
+    remarks = list(words([found], compute("3ms")))
+    assert f"the server's link is the bottleneck{cure}" in remarks[-1]
+
+
+def test_the_words_say_what_helps_a_server():
+    costs = dataclasses.replace(FREE, update=1e-3)
+
+    small = predicted("drop-stale", 64, "3ms", costs, nodes=4)
+
+    assert (
+        "the server is the bottleneck: try fewer ranks"
+        in list(words([small], compute("3ms")))[-1]
+    )
+
+
+def test_restarts_take_their_share_of_the_time():
+    text = "30ms; failures 0.5/h restart 30m"
+    place = {"nodes": 4, "nbytes": 10**7, "staleness": 20}
+    costs = machine("1us 1000GB/s; 2us 10GB/s")
+
+    found = predicted("drop-stale", 4, text, costs, **place).means
+    without = predicted("drop-stale", 4, "30ms", costs, **place).means
+
+    assert found["available"] == pytest.approx(0.5)
+    names = "updates_per_second", "busiest_link", "server_utilisation"
+    for name in names:
+        assert found[name] == pytest.approx(without[name] / 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "nodes", "lost"),
+    [
+        ("30ms; rank 7 lost", 8, 1, (7,)),
+        ("30ms; rank 2 lost; ranks 5-6 lost", 8, 1, (2, 5, 6)),
+        ("30ms; node 2 lost", 8, 4, (4, 5)),
+        ("30ms; rank 5 lost", 8, 4, (5,)),
+        # A node is lost with its first rank.
+        ("30ms; rank 4 lost", 8, 4, (4, 5)),
+    ],
+)
+def test_ranks_are_lost(text, ranks, nodes, lost):
+    assert compute(text).lost(ranks, nodes) == lost
+
+
+def test_the_others_train_on_if_ranks_are_lost():
+    text, lost = "lognormal 30ms 0.5; rank 1 x2", {"lost": (2, 3)}
+    quorum = {"quorum": 8, "staleness": 0}
+
+    shrunk = predicted("sync-replicas", 8, text, **quorum, **lost)
+    apart = predicted("drop-stale", 8, "30ms", **lost)
+    slow = predicted("cross-shard", 8, "30ms; rank 2 x9; rank 7 x2", **lost)
+
+    agrees(shrunk, naive(6, 6, text, 3000))
+    assert apart.means["updates_per_second"] == pytest.approx(6 / 0.03, rel=0.02)
+    assert 1 / slow.means["updates_per_second"] == pytest.approx(0.06, rel=0.02)
+    said = list(words([slow], compute("30ms")))
+    assert said[0].startswith("8 ranks, ranks 2-3 lost: 6 train on")
+    assert said[-1].endswith("all wait for rank 7")
 
 
 @pytest.mark.parametrize("strategy", ["cross-shard", "sync-replicas", "drop-stale"])
@@ -287,11 +463,33 @@ def test_costs_are_found_that_take_the_measured_times():
         ):
             measured.append(Measured(setting, simulated(setting, known), known.update))
 
-    found = fit(measured, network=False, ranks=4)
+    found = fit(measured)
 
     assert found.update == known.update
     assert found.call == pytest.approx(known.call, rel=0.1)
     assert found.copy == pytest.approx(known.copy, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("costs", "place", "doubt"),
+    [
+        ({"ranks": 4}, {}, "extrapolated from 4 ranks on a node to 8"),
+        ({"nbytes": 1 << 10}, {}, "extrapolated from gradients of"),
+        ({"nodes": 1}, {"nodes": 2}, "the costs between nodes are the usual ones"),
+        ({"ranks": 8, "nodes": 1, "nbytes": 1 << 20}, {}, ""),
+    ],
+)
+def test_what_was_not_measured_is_marked(costs, place, doubt):
+    costs = dataclasses.replace(Machine(), **costs)
+
+    found = predicted("cross-shard", 8, "30ms", costs, **place)
+
+    assert len(found.doubts) == bool(doubt)
+    assert "".join(found.doubts).startswith(doubt)
+
+
+def test_one_level_of_a_network_is_that_of_a_node():
+    assert machine("1us 25GB/s").nodes == 1
 
 
 # The command
@@ -299,7 +497,7 @@ def test_costs_are_found_that_take_the_measured_times():
 
 def test_the_command_writes_a_line_for_each_setting(tmp_path, capsys):
     path = tmp_path / "plan.json"
-    words = "plan --ranks 4,8 --updates 100 --repeats 2 --quorum 3 --json"
+    words = "plan --ranks 4,8 --nodes 2 --updates 100 --repeats 2 --quorum 3 --json"
 
     assert cli.main([*words.split(), str(path), "--compute", "30ms; 6% x3"]) == 0
 
@@ -313,6 +511,7 @@ def test_the_command_writes_a_line_for_each_setting(tmp_path, capsys):
         "intervals",
     }
     assert all(wanted <= set(row) for row in rows)
+    assert {row["servers"] for row in rows} == {1, 2}
     low, high = rows[1]["intervals"]["dropped"]
     assert low <= rows[1]["dropped"] <= high
     assert "\n8 ranks, every update waits: " in capsys.readouterr().out
@@ -329,6 +528,12 @@ def test_the_command_writes_a_line_for_each_setting(tmp_path, capsys):
         ),
         (["--compute", "30ms", "--quorum", "5"], "--quorum: 5 is more than 4 ranks"),
         (["--compute", "30ms", "--servers", "2"], "--servers: 2 servers need as many"),
+        (["--compute", "30ms; node 1 x2"], "of 4 ranks on 1 node is node 0"),
+        (["--compute", "30ms; rank 0 lost"], "--compute: rank 0 cannot be lost"),
+        (
+            ["--compute", "30ms", "--quorum", "3", "--staleness", "2"],
+            "local-steps has --quorum or --staleness, not both",
+        ),
     ],
 )
 def test_bad_options_are_one_line(words, message, capsys):
