@@ -132,7 +132,7 @@ class Rounds:
         # The next push of each rank: its fragment, when it arrives, and how long it was
         # computed; and the steps of all fragments that the rank has.
         fields = ("fragment", int), ("arrives", float), ("took", float)
-        self._pushes = np.zeros(n, [*fields, ("local", int, fragments)])
+        self._pushes = np.zeros(n, [*fields, ("local", int, (fragments,))])
         self._begin(self._everybody, np.zeros(n))
 
     def _begin(self, ranks: Ints, start: Floats) -> None:
