@@ -320,7 +320,7 @@ class Events:
         nodes, self._node_of = setting.nodes, setting.node_of.tolist()
         n = len(self._node_of)
         self._centers = [Center(n, nodes) for _ in range(setting.fragments)]
-        # Of each rank: the fragments that it pushes, and what it computes for them.
+        # The fragments that each rank pushes, and what it computes for them.
         self._fragments = [itertools.cycle(self._centers) for _ in range(n)]
         self._pushes = [self._pushes_of(np.array([rank])) for rank in range(n)]
         self._took = [0.0] * n
