@@ -48,7 +48,6 @@ _PARAMETERS = {
     "lognormal": "MEAN SIGMA",
     "exponential": "MEAN",
 }
-_SIGMA = 5.0
 A_DISTRIBUTION = (
     "a time such as 30ms, 'normal MEAN DEVIATION', 'lognormal MEAN SIGMA', "
     "'exponential MEAN', or a file of times or of train --trace"
@@ -230,10 +229,7 @@ def distribution(text: str, what: str) -> Distribution | Times:
     if name == "normal":
         width = duration(given[1], "DEVIATION of normal")
         return lambda rng, shape: rng.normal(mean, width, shape).clip(0)
-    what = "SIGMA of lognormal, the deviation of the logarithm,"
-    if (sigma := factor(given[1], what)) > _SIGMA:
-        message = f"{what} must be at most {_SIGMA:g}, got {given[1]!r}"
-        raise argparse.ArgumentTypeError(message)
+    sigma = factor(given[1], "SIGMA of lognormal, the deviation of the logarithm,")
     # Its mean is exp(mu + sigma ** 2 / 2).
     mu = math.log(mean) - sigma**2 / 2
     return lambda rng, shape: rng.lognormal(mu, sigma, shape)
