@@ -100,7 +100,7 @@ words3 server3    | right 50 top 50     | 3 take
 buffer2 agent2    | bottom 50 top 50    | 3
 agent2 parts3     | right 50 left 50    | 3 sum
 parts3 server3    | right 50 left 50    | 3
-server3 parts3    | left 80 right 80    | 4 update, publish
+server3 parts3    | bottom 50 bottom 50 | 4 update, publish
 parts3 agent2     | left 80 right 80    | 4 send
 agent2 copies2    | left 50 right 50    | 4
 copies2 rank2     | top 55.9 bottom 50    | 5 pull
@@ -110,7 +110,7 @@ LABELS = {  # Where the middle between two ends is no good place for the label.
     ("words1", "server1"): (740, 222),
     ("rank2", "buffer2"): (305, 445),
     ("server1", "copies1"): (600, 318),
-    ("server3", "parts3"): (770, 766),
+    ("server3", "parts3"): (761, 778),
     ("parts3", "agent2"): (500, 746),
 }
 
