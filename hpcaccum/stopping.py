@@ -119,6 +119,7 @@ class Stopping(Freeable):
         Args:
             step: Number of steps that are complete, at least 0. It never decreases.
         """
+        self._check_open()
         if not self._asked():
             return False
         # The first rank that knows of the request makes the next step the last one,

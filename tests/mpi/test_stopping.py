@@ -76,6 +76,7 @@ def test_without_a_request_nobody_stops(comm):
     with hpc.Stopping(comm, time_limit="1h") as stop:
         assert not any(stop.agreed(step) for step in range(100))
     assert stop.status == 0
+    assert str(raised(stop.agreed, 100)) == "Stopping was freed"
 
 
 @pytest.mark.parametrize("limit", [1e-3, "0.001s"])
