@@ -103,8 +103,10 @@ class Adapter(torch.optim.Optimizer, AdapterBase):  # type: ignore[misc]
     _saved: torch.optim.Optimizer
     # Whether `step` is being carried out, in which the optimizer may make its step.
     _steps = False
-    # What the gradients of this rank count.
+    # What the gradients of this rank count that are computed now; and those of the next
+    # step, if a block or a backward pass has set it since the last one.
     _weight = 1.0
+    _next_weight: float | None = None
 
     def __init__(
         self,
@@ -217,7 +219,6 @@ class Adapter(torch.optim.Optimizer, AdapterBase):  # type: ignore[misc]
         """
         loss, before = None, self._weight
         if weight is not None:
-            self._check_weight(weight)
             self._weight = weight
         try:
             if closure is not None:
@@ -228,13 +229,13 @@ class Adapter(torch.optim.Optimizer, AdapterBase):  # type: ignore[misc]
             # Schedulers look for it where they were attached.
             self.optimizer._opt_called = True
             self._steps = True
-            receipt = self._update()
+            if weight is None:
+                weight = self._next_weight
+            receipt = self._update(self._weight if weight is None else weight)
+            self._next_weight = None
         finally:
             self._steps, self._weight = False, before
         return receipt if loss is None else dataclasses.replace(receipt, loss=loss)
-
-    def _check_weight(self, weight: float) -> None:
-        """Raise InvalidArgumentError if the gradients were exchanged with another."""
 
     def _refuse(self, *_: Any) -> None:
         """Raise InvalidArgumentError if the program calls `step` of the optimizer."""
@@ -244,7 +245,7 @@ class Adapter(torch.optim.Optimizer, AdapterBase):  # type: ignore[misc]
                 f"step() would train this rank alone; call step() of the adapter"
             )
 
-    def _update(self) -> Receipt:
+    def _update(self, weight: float) -> Receipt:
         """Exchange the gradients, and update the parameters."""
         raise NotImplementedError
 
@@ -255,18 +256,26 @@ class Adapter(torch.optim.Optimizer, AdapterBase):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def weighted(self, weight: float) -> Iterator[None]:
-        """Give the gradients of this rank a weight, in a block with backward and step.
+        """Give gradients of this rank a weight: those computed in the block.
 
-        ``with opt.weighted(len(batch)): loss.backward(); opt.step()``. The mean of
+        ``with opt.weighted(len(batch)): loss.backward()``, and `step` there or after
+        the block, which uses the weight of the last backward pass. The mean of
         `CrossShard` and `SyncReplicas` is sum(weight * gradient) / sum(weight). With
         `DropStale` and `AGN`, ``weight`` multiplies the gradient. A weight that is not
         a finite number above 0 is an error of the exchange.
         """
+        self._gradients.add_hooks(self._on_gradient)
         before, self._weight = self._weight, weight
+        self._next_weight = weight
         try:
             yield
         finally:
             self._weight = before
+
+    @in_stream
+    def _on_gradient(self, parameter: Any) -> None:
+        """Called when a backward pass has computed it, once there was a weight."""
+        self._next_weight = self._weight
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -119,7 +119,7 @@ class CrossShard(Adapter):
 
     @in_stream
     def _on_gradient(self, parameter: Any) -> None:
-        self._averaged = False
+        self._averaged, self._next_weight = False, self._weight
         if not self._syncs:
             self._discard()
             return
@@ -156,9 +156,9 @@ class CrossShard(Adapter):
     def _end_pass(self) -> None:
         """Called at the end of a backward pass, once for each gradient."""
         if self._started or self._problem is not None:
-            self._average()
+            self._average(self._weight)
 
-    def _average(self) -> None:
+    def _average(self, weight: float) -> None:
         """Exchange the gradients, or raise the error of one rank on every rank."""
         passed, self._started = self._started, False
         problem, self._problem = self._problem, None
@@ -167,7 +167,7 @@ class CrossShard(Adapter):
         skips, lacks = False, frozenset[str]()
         sums: Mapping[str, Array | Rows] | None = None
         means: dict[str, Gradient] = {}
-        weight = self._used_weight = self._weight
+        self._used_weight = weight
         try:
             try:
                 weight = positive_weight(weight, np.dtype(np.float32))
@@ -205,19 +205,16 @@ class CrossShard(Adapter):
         self._found = bool(means)
         self._averaged, self._skipped = True, skips
 
-    def _check_weight(self, weight: float) -> None:
-        same = weight == self._used_weight and not isinstance(weight, bool)
-        if self._averaged and not same:
+    def _update(self, weight: float) -> Receipt:
+        if not self._averaged:
+            self._discard()
+            self._average(weight)
+        elif weight != self._used_weight or isinstance(weight, bool):
             raise InvalidArgumentError(
                 f"{self._what}: the backward pass has exchanged the gradients with "
                 f"weight {self._used_weight}, not {weight}; call backward() and step() "
                 f"in a block of weighted()"
             )
-
-    def _update(self) -> Receipt:
-        if not self._averaged:
-            self._discard()
-            self._average()
         if not self._found and not self._skipped:
             # The same on all ranks.
             raise self._no_gradient()

@@ -47,8 +47,8 @@ class Gradients:
         self._hooks: dict[Any, Any] = {}
 
     def add_hooks(self, call: Callable[[Any], None]) -> None:
-        """Have each gradient reported when a backward pass has computed it."""
-        self._hooks = {each: _hook(each, call) for each in self.names}
+        """Have each gradient reported, once, when a backward pass has computed it."""
+        self._hooks = self._hooks or {each: _hook(each, call) for each in self.names}
 
     def remove_hooks(self) -> None:
         """Have no more gradients reported."""

@@ -84,28 +84,30 @@ class OneSided(Adapter):
         self._handles.append(noted)
         self._rule.note_values()
 
-    def _update(self) -> Receipt:
+    def _update(self, weight: float) -> Receipt:
         self._rule.check_values()
         if self._is_local:
-            return self._apply()
+            return self._apply(weight)
         # Instead of the step of the optimizer, with its hooks.
-        step = torch.optim.Optimizer.profile_hook_step(lambda _: self._exchange_once())
+        step = torch.optim.Optimizer.profile_hook_step(
+            lambda _: self._exchange_once(weight)
+        )
         receipt: Receipt = step(self.optimizer)
         return receipt
 
-    def _exchange_once(self) -> Receipt:
-        receipt = self._apply()
+    def _exchange_once(self, weight: float) -> Receipt:
+        receipt = self._apply(weight)
         # What the next gradient is to be computed with.
         self._gradients.clear()
         nothing = [None] * len(self._rule.own)
         self._exchange.compute_gradients(lambda: (None, nothing))
         return receipt
 
-    def _apply(self) -> Receipt:
+    def _apply(self, weight: float) -> Receipt:
         pairs = self._gradients.pairs()
         if all(grad is None for grad, _ in pairs):
             raise self._no_gradient()
-        return self._exchange.apply_gradients(pairs, weight=self._weight)
+        return self._exchange.apply_gradients(pairs, weight=weight)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the parameters, the state and the counts of one step; host only."""

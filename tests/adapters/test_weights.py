@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,18 @@ def in_a_block(opt, w, x):
         opt.step()
 
 
+def after_a_block(opt, w, x):
+    with opt.weighted(len(x)):
+        loss(w, x).backward()
+    opt.step()
+
+
+def after_a_block_without_sync(opt, w, x):
+    with opt.weighted(len(x)), opt.no_sync():
+        loss(w, x).backward()
+    opt.step()
+
+
 def in_a_closure(opt, w, x):
     def closure():
         value = loss(w, x)
@@ -69,6 +82,15 @@ def after_no_sync(opt, w, x):
     opt.step(weight=len(x))
 
 
+WAYS = [
+    in_a_block,
+    after_a_block,
+    after_a_block_without_sync,
+    in_a_closure,
+    after_no_sync,
+]
+
+
 def in_step(opt, w, x):
     loss(w, x).backward()
     opt.step(weight=len(x))
@@ -77,8 +99,7 @@ def in_step(opt, w, x):
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        *((name, way) for name in SYNCHRONOUS for way in (in_a_block, in_a_closure)),
-        *((name, after_no_sync) for name in SYNCHRONOUS),
+        *itertools.product(SYNCHRONOUS, WAYS),
         # The backward pass of CrossShard exchanges the gradients.
         ("SyncReplicas", in_step),
     ],
@@ -119,16 +140,25 @@ def test_batches_of_jax_with_a_server(comm, rank, size):
 
 
 @pytest.mark.parametrize("name", ["DropStale", "AGN"])
-def test_a_weight_multiplies_the_gradient(comm, size, name):
+@pytest.mark.parametrize("block", [False, True])
+def test_a_weight_multiplies_the_gradient(comm, size, name, block):
     model = Model()
     with STRATEGIES[name](sgd(model), comm) as opt:
-        for weight in (0.25, None):
-            model.zero_grad()
+        # A program may skip the step after a block.
+        with opt.weighted(8):
             model.w.sum().backward()
-            opt.step(weight=weight)
-    # Two updates of each rank, or one of the mean of two gradients.
+        for weight in (None, 0.25):
+            model.zero_grad()
+            with opt.weighted(weight) if block and weight else contextlib.nullcontext():
+                model.w.sum().backward()
+            opt.step(weight=None if block else weight)
+        # The next step has no weight, also without a backward pass.
+        for _ in range(2):
+            model.w.grad = torch.ones(3, 4)
+            opt.step()
+    # Each gradient is an update, or the mean of two is one.
     updates = size * (1 if name == "DropStale" else 0.5)
-    np.testing.assert_allclose(model.values()["w"], -1.25 * updates)
+    np.testing.assert_allclose(model.values()["w"], -3.25 * updates)
 
 
 @pytest.mark.parametrize("weight", [2, True])
@@ -139,6 +169,8 @@ def test_a_weight_comes_too_late_for_gradients_that_were_exchanged(comm, weight)
         error = raised(opt.step, weight=weight)
         assert isinstance(error, hpc.InvalidArgumentError)
         assert "in a block of weighted()" in str(error)
+        with opt.weighted(weight):
+            assert str(raised(opt.step)) == str(error)
         opt.step(weight=1)
 
 
