@@ -216,6 +216,8 @@ def table(where: Place, rows: list[Any]) -> list[str]:
             cells.append(f"{form.format(a)} / {form.format(b)}")
         lines.append(f"| {' | '.join(cells)} |")
     errors = [error(e, m) for setting, _, e, m in rows if setting.ranks > FITTED]
+    if not errors:
+        return [*lines, ""]
     speed, dropped, lag = zip(*errors, strict=True)
     lines += [
         "",

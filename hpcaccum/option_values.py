@@ -17,7 +17,7 @@ from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.files import json_value, read_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     import numpy as np
     import numpy.typing as npt
@@ -50,7 +50,7 @@ _PARAMETERS = {
 }
 A_DISTRIBUTION = (
     "a time such as 30ms, 'normal MEAN DEVIATION', 'lognormal MEAN SIGMA', "
-    "'exponential MEAN', or a file of times or of train --trace"
+    "'exponential MEAN', or a file of times, or of train --log or --trace"
 )
 
 # Formats of pictures.
@@ -236,18 +236,12 @@ def distribution(text: str, what: str) -> Distribution | Times:
 
 
 def _times(path: Path) -> Times:
-    """Return the times in a file of ``train --trace``, by rank, or in a list."""
+    """Return the times in a file of ``train``, by rank, or in a list."""
     lines = _read(path)
-    if lines and lines[0].startswith('{"event"'):
-        raise argparse.ArgumentTypeError(
-            f"{path} is of train --log, which has no times of gradients: use --trace"
-        )
     found: dict[Any, list[float]] = {}
     try:
-        for event in json_value("\n".join(lines))["traceEvents"]:
-            if event["name"] == "compute":
-                rank = event["pid"], event["tid"]
-                found.setdefault(rank, []).append(event["dur"] * 1e-6)
+        for rank, time in _of_train(lines):
+            found.setdefault(rank, []).append(time)
     except (ValueError, TypeError, LookupError):
         units, found = {"": 1.0, **DURATIONS}, {0: []}
         for place, line in enumerate(lines, 1):
@@ -259,6 +253,18 @@ def _times(path: Path) -> Times:
         message = f"{path} has no times of gradients, or some that are not finite"
         raise argparse.ArgumentTypeError(message)
     return times
+
+
+def _of_train(lines: list[str]) -> Iterator[tuple[Any, float]]:
+    """Yield ranks and times from a log or a trace, or raise an error."""
+    if lines[0].startswith('{"event"'):
+        for result in map(json_value, lines):
+            for rank, times in enumerate(result.get("gradient_seconds", ())):
+                yield from ((rank, float(time)) for time in times)
+        return
+    for event in json_value("\n".join(lines))["traceEvents"]:
+        if event["name"] == "compute":
+            yield (event["pid"], event["tid"]), event["dur"] * 1e-6
 
 
 def _read(path: Path) -> list[str]:
@@ -288,6 +294,14 @@ def numbers_of(
 def factor(text: str, what: str) -> float:
     """Return a number such as 0.3; ``what`` begins the message."""
     return quantity(text, {"": 1.0}, f"{what} must be a number such as 0.3")
+
+
+def share(text: str) -> float:
+    """Return the number of a text such as 2% or 0.02, at most 1."""
+    wanted = "must be a share such as 2% or 0.02"
+    if (found := quantity(text, {"%": 0.01, "": 1.0}, wanted)) <= 1:
+        return found
+    raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}")
 
 
 def parameters(text: str) -> int:

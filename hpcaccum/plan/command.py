@@ -14,7 +14,7 @@ from hpcaccum.dtypes import float_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.files import JsonLines, check_apart, ending_the_job
 from hpcaccum.plan.compute import MORE, compute
-from hpcaccum.plan.prediction import LEGEND, draw, lines, predict, words
+from hpcaccum.plan.prediction import LEGEND, MODEL, draw, lines, predict, words
 from hpcaccum.plan.setting import NETWORK, STRATEGIES, Machine, Setting, machine
 from hpcaccum.plots import check_picture
 
@@ -44,7 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--network", machine, f"{NETWORK} (those of a usual node)", None, "TEXT")
     add("--parameters", values.parameters, "parameters, such as 25M (1M)", 10**6)
     add("--dtype", str, "of the parameters (float32)", "float32", "DTYPE")
+    text = "share of the parameters of which a gradient has rows (100%%)"
+    add("--touched", values.share, text, 1.0, "SHARE")
     add("--batch", values.count, "samples of one gradient (1)", 1)
+    text = "noise scale of gradients, in samples: see train --log (not known)"
+    add("--noise-scale", values.positive, text)
 
     group = parser.add_argument_group("what is tried, each with each")
     add = functools.partial(values.add, group)
@@ -97,6 +101,7 @@ def _settings(args: argparse.Namespace) -> list[Setting]:
         tried = _tried(strategy, args, ranks, nodes, auto)
         for options in itertools.product(*tried.values()):
             named = dict(zip(tried, options, strict=True), batch=args.batch, lost=lost)
+            named["touched"] = args.touched
             found.append(Setting(strategy, ranks, nodes, nbytes, **named))
     return list(dict.fromkeys(found))
 
@@ -107,7 +112,10 @@ def _tried(
     """Return the values of each option of a strategy."""
     if strategy == "cross-shard":
         return {}
-    servers = [each or auto for each in args.servers]
+    sparse = args.touched < 1
+    servers = [each or (1 if sparse else auto) for each in args.servers]
+    if sparse and max(servers) > 1:
+        raise InvalidArgumentError("--servers: sparse variables have one server")
     if (most := max(servers)) > nodes:
         raise InvalidArgumentError(
             f"--servers: {most} servers need as many nodes; {ranks} ranks have {nodes}"
@@ -142,19 +150,23 @@ def _run(args: argparse.Namespace, found: list[Setting], output: JsonLines) -> N
         f"{args.parameters} parameters in {args.dtype}, a gradient takes "
         f"{args.compute.text}\n{args.network or _USUAL}"
     )
-    print(title, LEGEND, "", sep="\n", flush=True)
+    legend = [LEGEND, MODEL] if args.noise_scale else [LEGEND]
+    print(title, *legend, "", sep="\n", flush=True)
     seeds = range(args.seed, args.seed + args.repeats)
     more = {"compute": args.compute.text, "seed": args.seed, "machine": vars(costs)}
-    more["fitted"] = costs.ranks > 0
+    more |= {"fitted": costs.ranks > 0, "noise_scale": args.noise_scale}
     predictions = []
     for setting in found:
-        each = predict(setting, costs, args.compute, args.updates, seeds)
+        each = predict(
+            setting, costs, args.compute, args.updates, seeds, args.noise_scale
+        )
         output.write({**each.facts(), **more})
         predictions.append(each)
     output.close()
     print(*lines(predictions), "", sep="\n")
     print(*words(predictions, args.compute), sep="\n")
-    print("how fast the loss falls with a lag, or with more samples, is not predicted")
+    more_samples = "" if args.noise_scale else ", or with more samples,"
+    print(f"how fast the loss falls with a lag{more_samples} is not predicted")
     if args.plot:
         with ending_the_job("--plot", args.plot):
             draw(predictions, title, args.plot)

@@ -30,14 +30,17 @@ _STUDENT = (12.7, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 # A server or a link that is busy for this share of the time is a bottleneck. A rank is
 # slow if the share of its time that it waits is smaller than that of others by so much.
 _BUSY, _SLOW = 0.8, 0.2
-# Settings whose samples a second differ by less are as good.
+# Settings whose samples a second, or progress, differ by less are as good.
 _GAIN = 0.05
-_SPEED = "samples_per_second"
+_SPEED, _PROGRESS = "samples_per_second", "progress"
 LEGEND = """\
 updates/s, samples/s: of gradients that count; +-: 95 % interval over the repeats
 dropped: gradients that do not count; lag: of all that arrive, in updates
 waiting: share of a rank's time, mean and most; server, link: share of time in use, the
 link of the busiest node; with a quorum, what it sends and receives in turns"""
+MODEL = """\
+progress: updates/s of very large batches that lower the loss as much, by a model and
+not measured (McCandlish et al. 2018, arXiv:1812.06162); it does not know lags"""
 
 
 @dataclass(frozen=True)
@@ -78,14 +81,22 @@ class Prediction:
 
 
 def predict(
-    setting: Setting, machine: Machine, compute: Compute, updates: int, seeds: range
+    setting: Setting,
+    machine: Machine,
+    compute: Compute,
+    updates: int,
+    seeds: range,
+    noise: float | None = None,
 ) -> Prediction:
-    """Predict what a setting does, by a simulation with each of the seeds."""
+    """Predict what a setting does, by a simulation with each of the seeds.
+
+    ``noise`` is the noise scale of gradients, in samples.
+    """
     found = [simulate(setting, machine, compute, updates, seed) for seed in seeds]
     samples = setting.batch * setting.period / setting.fragments
     # During a restart no rank trains.
     trains = compute.availability(setting.nodes)
-    figures = [each.figures(samples, trains) for each in found]
+    figures = [each.figures(samples, trains, noise) for each in found]
     columns = {name: [each[name] for each in figures] for name in figures[0]}
     means = {name: fmean(column) for name, column in columns.items()}
     lags = sum((each.lags for each in found), Counter[int]())
@@ -138,12 +149,16 @@ def lines(predictions: Sequence[Prediction]) -> list[str]:
 def _row(found: Prediction) -> dict[str, str]:
     setting, means = found.setting, found.means
     interval = found.intervals["updates_per_second"]
+    model = {}
+    if _PROGRESS in means:
+        model["progress"] = f"{means[_PROGRESS]:.3g}"
     return {
         "ranks": str(setting.ranks),
         "strategy": setting.name,
         "updates/s": f"{means['updates_per_second']:.4g}",
         "+-": f"{(interval[1] - interval[0]) / 2:.1g}" if interval else "-",
         "samples/s": f"{means[_SPEED]:.4g}",
+        **model,
         "dropped": f"{means['dropped']:.1%}",
         "lag": f"{means['mean_lag']:.2f}",
         "p90": str(found.percentile(90)),
@@ -180,15 +195,17 @@ def words(predictions: Sequence[Prediction], compute: Compute) -> Iterator[str]:
 
 def _best(found: Sequence[Prediction], base: Prediction) -> str:
     """Return which setting is the best, and how it compares."""
-    enough = max(each.means[_SPEED] for each in found) / (1 + _GAIN)
+    what = _PROGRESS if _PROGRESS in base.means else _SPEED
+    enough = max(each.means[what] for each in found) / (1 + _GAIN)
     # The first of those that are as good drops least.
-    best = next(each for each in found if each.means[_SPEED] >= enough)
-    means, speed = best.means, best.means[_SPEED]
+    best = next(each for each in found if each.means[what] >= enough)
+    means = best.means
     text = f"{best.setting.name}: {means['updates_per_second']:.3g} updates/s, "
-    text += f"{speed:.4g} samples/s"
+    text += f"{means[_SPEED]:.4g} samples/s"
     if best is not base:
-        gain = speed / base.means[_SPEED] - 1
-        text += f" ({gain:+.0%} to {base.setting.name})"
+        gain = means[what] / base.means[what] - 1
+        of = "progress, " if what == _PROGRESS else ""
+        text += f" ({of}{gain:+.0%} to {base.setting.name})"
     if means["dropped"]:
         text += f", {means['dropped']:.1%} dropped"
     if means["mean_lag"]:
@@ -204,7 +221,7 @@ def _remarks(found: Prediction) -> Iterator[str]:
     if found.means["busiest_link"] > _BUSY:
         link, cure = ("server's", cure) if setting.has_server else ("busiest", "")
         yield f"the {link} link is the bottleneck{cure}"
-    if found.means["server_utilisation"] > _BUSY:
+    elif found.means["server_utilisation"] > _BUSY:
         # What an update of few parameters takes, each server takes.
         if setting.nbytes < LARGE or not cure:
             cure = ": try fewer ranks"

@@ -14,7 +14,7 @@ import numpy as np
 
 from hpcaccum.deadline import EAGER, nap_after
 from hpcaccum.option_values import levels, numbers_of
-from hpcaccum.server import LARGE
+from hpcaccum.server import LARGE, SHARE
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -38,9 +38,9 @@ _NAPS = np.array([0.0, *map(nap_after, _WAITS[1:].tolist())])
 class Setting:
     """What is simulated: a strategy, with the options of its optimizer.
 
-    Node i has the i-th block of ranks. The parameters, and a gradient, have ``nbytes``,
-    a gradient ``batch`` samples. Without a ``quorum``, each makes an update. Of the
-    ranks, some are ``lost``.
+    Node i has the i-th block of ranks. The parameters have ``nbytes``, of which a
+    gradient of ``batch`` samples has the rows that it has ``touched``. Without a
+    ``quorum``, each makes an update. Of the ranks, some are ``lost``.
     """
 
     strategy: str
@@ -53,6 +53,7 @@ class Setting:
     fragments: int = 1
     servers: int = 1
     batch: int = 1
+    touched: float = 1.0
     lost: tuple[int, ...] = ()
 
     @staticmethod
@@ -70,10 +71,34 @@ class Setting:
         """The node of each rank that trains."""
         return self.present * self.nodes // self.ranks
 
+    def bytes_of(self, pushes: int) -> float:
+        """Return the bytes of the rows that so many pushes have, each random ones."""
+        missed = (1 - self.touched) ** (pushes * self.period)
+        return self.nbytes * (1 - missed) / self.fragments
+
+    def changed(self, updates: int) -> float:
+        """Return the bytes that a node lacks after updates of one push each."""
+        few = updates * self.period * self.touched <= 1 / SHARE
+        return self.bytes_of(updates) if few else self.nbytes / self.fragments
+
     @property
     def pushed(self) -> float:
         """Bytes of one push."""
-        return self.nbytes / self.fragments
+        return self.bytes_of(1)
+
+    @property
+    def copied(self) -> float:
+        """Bytes of a push, or as many as can be copied in the time of its rows."""
+        return self.pushed * (1 if self.touched == 1 else SHARE)
+
+    @property
+    def exchanged(self) -> float:
+        """Bytes that cross the link of a node in an allreduce, in each direction."""
+        others = (self.nodes - 1) / self.nodes
+        if self.touched == 1:
+            return 2 * others * self.nbytes
+        # Each rank gets the rows of all others.
+        return others * self.ranks * self.pushed
 
     @property
     def gaps(self) -> Ints:
@@ -109,12 +134,13 @@ class Setting:
     def memory_bytes(self) -> int:
         """Of the fullest node: variables, gradients, and what servers need."""
         here = -(-self.ranks // self.nodes)
+        gradient = round(self.nbytes * self.touched)
         if not self.has_server:
             # Each rank has its variables and its gradient, and the node the mean.
-            return (2 * here + 1) * self.nbytes
+            return here * self.nbytes + (here + 1) * gradient
         # Each rank also has its buffers for the exchange; the node, two copies that its
         # ranks read, and a part of the center.
-        nbytes = here * self.nbytes * (4 if self.quorum else 3) + 2 * self.nbytes
+        nbytes = (here + 2) * self.nbytes + here * gradient * (3 if self.quorum else 2)
         return nbytes + -(-self.nbytes // self.servers)
 
 
@@ -148,25 +174,28 @@ class Machine:
 
     def moved(self, setting: Setting, steps: Any = 0) -> Any:
         """Return seconds in which a rank copies its push or pull, and makes steps."""
-        moves = steps * _LOCAL_STEP.get(setting.strategy, 0)
-        return (setting.pushed + moves * setting.nbytes) / self.copy
+        moves = steps * _LOCAL_STEP.get(setting.strategy, 0) * setting.touched
+        return (setting.copied + moves * setting.nbytes) / self.copy
 
     def crossing(self, setting: Setting) -> float:
-        """Return seconds in which one gradient crosses the link of a server."""
+        """Return seconds in which a push crosses the link of a server."""
         return setting.pushed / setting.servers / self.link
 
     def updating(self, setting: Setting, gradients: int) -> float:
         """Return seconds of an update of so many gradients of the server's node."""
         moves = gradients + 2
-        return self.update + moves * setting.pushed / setting.servers / self.copy
+        return self.update + moves * setting.copied / setting.servers / self.copy
 
     def reducing(self, setting: Setting) -> float:
         """Return seconds of an allreduce, from the arrival of the last rank."""
         here, nodes = -(-setting.ranks // setting.nodes), setting.nodes
-        took = self.reduce + here * self.turn + 3 * here * setting.nbytes / self.copy
+        copied = setting.nbytes
+        if setting.touched < 1:
+            # Every rank adds the rows of all.
+            copied = round(setting.ranks * setting.pushed)
+        took = self.reduce + here * self.turn + 3 * here * copied / self.copy
         if nodes > 1:
-            took += 2 * np.log2(nodes) * self.latency
-            took += 2 * (nodes - 1) / nodes * setting.nbytes / self.link
+            took += 2 * np.log2(nodes) * self.latency + setting.exchanged / self.link
         return float(took)
 
 

@@ -11,7 +11,7 @@ import itertools
 import math
 import operator
 from bisect import bisect_left, bisect_right
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +21,7 @@ from hpcaccum.accumulator import admits
 from hpcaccum.deadline import nap_after
 from hpcaccum.plan.compute import Draws
 from hpcaccum.plan.setting import napped
+from hpcaccum.server import AT_A_TIME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -59,13 +60,22 @@ class Outcome:
         """The share of time in which each rank did not compute."""
         return np.clip(1 - self.computing / self.seconds, 0, 1)
 
-    def figures(self, samples: float, trains: float) -> dict[str, float]:
-        """Return what is shown, of pushes of samples, and of a part of the time."""
+    def figures(
+        self, samples: float, trains: float, noise: float | None
+    ) -> dict[str, float]:
+        """Return what is shown, of pushes of samples, and of a part of the time.
+
+        With the ``noise`` scale also the progress: McCandlish et al. (2018).
+        """
         arrived = self.lags.total()
         accepted = arrived - self.dropped
+        speed, each = self.updates / self.seconds * trains, accepted / self.updates
+        each *= samples
+        progress = {} if noise is None else {"progress": speed / (1 + noise / each)}
         return {
-            "updates_per_second": self.updates / self.seconds * trains,
-            "samples_per_second": accepted * samples / self.seconds * trains,
+            "updates_per_second": speed,
+            "samples_per_second": each * speed,
+            **progress,
             "dropped": self.dropped / arrived,
             "mean_lag": sum(lag * n for lag, n in self.lags.items()) / arrived,
             "waiting": float(self.waiting.mean()),
@@ -108,9 +118,8 @@ def allreduce(
         late = napped(longest - until.min(axis=0), np.full(count, n / (n + 1)))
         found.seconds += float((longest + late).sum())
         left -= count
-    crossing = 2 * (setting.nodes - 1) / setting.nodes * setting.nbytes / machine.link
     found.seconds += updates * machine.reducing(setting)
-    found.link = updates * crossing
+    found.link = updates * setting.exchanged / machine.link
     return found
 
 
@@ -215,24 +224,24 @@ class Rounds:
         before = self._published[fragment]
         closes = max(closes, before)
         notices = closes + float(napped(np.array([closes - before]), uniform(1))[0])
-        # The servers get one sum of each node, and send the parameters back in turns.
+        # A server gets one sum of each node, or the rows of each rank, and sends what
+        # has changed to all nodes at once.
         nodes = self._node_of[waits]
-        others = self._draws.rng.permutation(np.unique(nodes[nodes > 0]))
-        turns, sends = np.zeros(setting.nodes), others.size * self._crossing
-        turns[others] = np.arange(1, others.size + 1) * self._crossing
-        if setting.servers > 1:
-            # A node has its parameters when the last server has sent its part.
-            turns[:] = sends
-        turns[turns > 0] += machine.latency
-        updating = machine.updating(setting, np.sum(nodes == 0) + others.size)
-        published = notices + turns.max() + updating
-        self._published[fragment] = published
+        away = nodes[nodes > 0]
+        others = np.unique(away).size
+        comes = (others if setting.touched == 1 else away.size) * self._crossing
+        sends = others * self._crossing * setting.changed(waits.size) / setting.pushed
+        late = machine.latency * (others > 0)
+        took = comes + late + machine.updating(setting, waits.size - away.size + others)
+        published = self._published[fragment] = notices + took
         self._step[fragment] += 1
-        self._found.server += updating / setting.fragments
+        self._found.server += took / setting.fragments
         # All wait for what crosses the link, first in one direction, then in the other.
-        self._found.link += 2 * sends - max(0.0, min(sends, self._sent - notices))
+        self._found.link += comes + sends - max(0.0, min(comes, self._sent - notices))
         self._sent = published + sends
-        began = published + turns[nodes]
+        # Of several servers, each has a part that all nodes lack.
+        far = (nodes > 0) | (setting.servers > 1)
+        began = published + np.where(far, sends + late, 0.0)
         began += napped(published - self._pushes["arrives"][waits], uniform(waits.size))
         began += machine.call * self._draws.rng.standard_exponential(waits.size)
         began += waits.size / setting.nodes * machine.moved(setting)
@@ -303,10 +312,10 @@ class Link:
 
 
 class Center:
-    """A fragment of the parameters: its step, and until when its server is busy."""
+    """A fragment of the parameters: its step, and when its last updates are made."""
 
-    def __init__(self, ranks: int, nodes: int) -> None:
-        self.step, self.busy = 0, 0.0
+    def __init__(self, ranks: int, nodes: int, ahead: int) -> None:
+        self.step, self.made = 0, deque([0.0], ahead)
         # By rank: when it pulled, and its last arrival.
         self.starts, self.last = [0.0] * ranks, [0.0] * ranks
         self.versions = [Versions(self.starts) for _ in range(nodes)]
@@ -319,7 +328,8 @@ class Events:
         self._setting, self._machine, self._draws = setting, machine, draws
         nodes, self._node_of = setting.nodes, setting.node_of.tolist()
         n = len(self._node_of)
-        self._centers = [Center(n, nodes) for _ in range(setting.fragments)]
+        ahead = min(AT_A_TIME, setting.servers)
+        self._centers = [Center(n, nodes, ahead) for _ in range(setting.fragments)]
         # The fragments that each rank pushes, and what it computes for them.
         self._fragments = [itertools.cycle(self._centers) for _ in range(n)]
         self._pushes = [self._pushes_of(np.array([rank])) for rank in range(n)]
@@ -398,13 +408,16 @@ class Events:
 
     def _update(self, now: float, node: int, center: Center) -> float:
         """Make an update of a gradient; return when its node has the parameters."""
-        arrived = self._cross(now, node, back=False)
-        if arrived > center.busy:
-            arrived += nap_after(arrived - center.busy) * next(self._uniform)
-        took = self._machine.updating(self._setting, 1)
-        self._found.server += took / self._setting.fragments
-        center.busy = max(center.busy, arrived) + took
-        made = Version(center.busy, center.step, now)
+        free, busy = center.made[0], center.made[-1]
+        # One server asks for the next gradient after an update, several ask earlier.
+        away = self._machine.latency if self._crossings[node] else 0.0
+        arrived = self._cross(max(now, free) + away, node)
+        if arrived > busy:
+            arrived += nap_after(arrived - busy) * next(self._uniform)
+        end = max(busy, arrived) + self._machine.updating(self._setting, 1)
+        self._found.server += (end - max(busy, now)) / self._setting.fragments
+        center.made.append(end)
+        made = Version(end, center.step, now)
         center.versions[0].add(made)
         return self._pull(made, node, center)
 
@@ -420,20 +433,23 @@ class Events:
 
     def _pull(self, made: Version, node: int, center: Center) -> float:
         """Send a version to a node; return when it is there."""
-        there = self._cross(made.time, node, back=True)
+        had = center.versions[node].all[-1]
+        there = self._cross(made.time, node, made.step - had.step)
         if node:
-            there = max(there, center.versions[node].all[-1].time)
+            there = max(there, had.time)
             center.versions[node].add(made._replace(time=there))
         return there
 
-    def _cross(self, start: float, node: int, *, back: bool) -> float:
-        """Send a push to the servers, or parameters back; return when they are there.
+    def _cross(self, start: float, node: int, back: int = 0) -> float:
+        """Send a push to the servers; or ``back``, what so many updates have changed.
 
-        In fact, each server gets a part. But links carry the same.
+        Return when it is there. In fact, each server gets a part; links carry the same.
         """
         if not (took := self._crossings[node]):
             return start
-        server = next(self._servers[back])
+        if back and self._setting.touched < 1:
+            took *= self._setting.changed(back) / self._setting.pushed
+        server = next(self._servers[back > 0])
         server = (server + (server == node)) % self._setting.servers
         source, target = (server, node) if back else (node, server)
         # They enter one link while they leave the other.

@@ -33,12 +33,16 @@ from hpcaccum.server.options import (
     check_nodes,
     spread,
 )
+from hpcaccum.server.orders import AT_A_TIME
+from hpcaccum.server.parameter_copies import SHARE
 from hpcaccum.server.part import joined
 from hpcaccum.server.quorum import QuorumInbox
 from hpcaccum.server.server import ParameterServer, ServerState, check_first_step
 
 __all__ = [
+    "AT_A_TIME",
     "LARGE",
+    "SHARE",
     "BoundedStalenessInbox",
     "Factors",
     "Inbox",

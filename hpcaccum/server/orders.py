@@ -55,7 +55,7 @@ _ROOM = 1024
 UPDATE, ANSWER, END, ASSIGN = range(4)
 # Updates of single gradients that several servers have at a time. Gradients of several
 # nodes use more links: on 4 nodes, those of 16 MiB took 0.65 of the time.
-_AT_A_TIME = 4
+AT_A_TIME = 4
 # Channels of messages: gradients, questions, answers, what servers begin with.
 _GRADIENTS, _QUESTIONS, _ANSWERS, _START = range(4)
 
@@ -86,7 +86,7 @@ class Orders(Service):
         self._servers, self._parts, self._what = servers, parts, setup.what
         longest = max(each.part.stop - each.part.start for each in parts)
         fit = max(1, round(parts[-1].part.stop / max(1, longest)))
-        self.buffers = 1 if inbox.adds else min(_AT_A_TIME, fit)
+        self.buffers = 1 if inbox.adds else min(AT_A_TIME, fit)
         self.answer: Callable[[Any], Any] = lambda _: None
         self.assign: Callable[[int], object] = lambda _: None
         # On the root, by number: the answers to questions that wait for some, by rank.

@@ -37,7 +37,7 @@ NOTHING = -1
 
 # The log has an entry for every eighth row: to copy a random row of 64 floats takes 8
 # times as long as to copy one of all, of 256 floats 4 times, of 16 floats 27 times.
-_SHARE = 8
+SHARE = 8
 # Elements of rows that are copied by one call of NumPy, which stay in the cache.
 _CHUNK = 1 << 16
 # Bytes that an agent copies before it does something else, such as to admit a gradient.
@@ -121,7 +121,7 @@ class Copier:
         self.whole = not wire.rows
         if group is not None and wire.rows:
             self.size += ALIGNMENT // self.dtype.itemsize
-            self._log = RowLog(*writer_inside(group, root), first // _SHARE)
+            self._log = RowLog(*writer_inside(group, root), first // SHARE)
 
     # The root
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 import hpcaccum as hpc
 from hpcaccum.device import cupy
 from hpcaccum.train.data import batches
-from hpcaccum.train.model import MLP
+from hpcaccum.train.model import MLP, noise_scale
 from hpcaccum.train.options import PERIODIC
 from hpcaccum.train.report import Record, Result
 
@@ -31,6 +32,9 @@ RULES: dict[str, Callable[[float], hpc.Optimizer]] = {
     "adam": hpc.Adam,
 }
 
+# Gradients of each rank whose times are kept, the last ones; batches whose gradients
+# tell the noise scale.
+_TIMES, _NOISE_BATCHES = 200, 32
 # Seconds between two checks of a rank whether the work is done.
 _CHECK_PAUSE = 0.05
 # Least time between two evaluations, in multiples of the time of one: evaluation
@@ -108,6 +112,7 @@ class Run:
         self._start, self._earlier = 0, 0
         self._step, self._check_at = 0, 0.0
         self._losses: list[float] = []
+        self._times: deque[float] = deque(maxlen=_TIMES)
         self._records: list[Record] = []
         self._next_epoch, self._quiet_until = 1.0, 0.0
 
@@ -197,9 +202,22 @@ class Run:
         self._losses.clear()
         with hpc.span("evaluate"):
             found = self._model.evaluate(self._data.x_test, self._data.y_test)
-        record = Record(self._strategy, seconds, step, epoch, loss, *found)
+            noise = self._noise_scale() if self._options.log else None
+        record = Record(self._strategy, seconds, step, epoch, loss, *found, noise)
         self._records.append(record)
         self._show(record)
+
+    def _noise_scale(self) -> float | None:
+        options, data = self._options, self._data
+        rng = np.random.default_rng(options.seed)
+        samples = [
+            rng.integers(0, len(data.y), options.batch) for _ in range(_NOISE_BATCHES)
+        ]
+        grads = (
+            self._model.loss_and_gradients(data.x[each], data.y[each])[1]
+            for each in samples
+        )
+        return noise_scale(grads, options.batch)
 
     def _is_over(self, step: int) -> bool:
         # All stop after one step: the next would lack a gradient, or never end.
@@ -217,10 +235,11 @@ class Run:
 
     def _loss(self) -> tuple[float, list[Array]]:
         # Gradients computed in the memory of the exchange are not copied.
-        memory = self._optimizer.gradient_arrays()
+        begun, memory = time.monotonic(), self._optimizer.gradient_arrays()
         loss, gradients = self._model.loss_and_gradients(*next(self._batches), memory)
         if self._delay:
             time.sleep(self._delay)
+        self._times.append(round(time.monotonic() - begun, 6))
         if self._reports:
             self._losses.append(loss)
         return loss, gradients
@@ -229,9 +248,9 @@ class Run:
         """Free the optimizer, write what is kept, return the result. Collective."""
         if not self._collective:
             self._optimizer.leave()
-        mine = seconds, self._optimizer.waited
-        ends = self._every(mine, "end of training", (0.0, 0.0))
-        times, waits = zip(*ends, strict=True)
+        mine = seconds, self._optimizer.waited, tuple(self._times)
+        ends = self._every(mine, "end of training", (0.0, 0.0, ()))
+        times, waits, gradients = zip(*ends, strict=True)
         # This sets all ranks' variables to those of the last update.
         self._optimizer.free()
         updates = self._step if self._collective else self._optimizer.global_step
@@ -259,6 +278,7 @@ class Run:
             dropped=tally.dropped,
             lags=tally.lags,
             waited=waits,
+            gradient_seconds=gradients,
             updates_per_second=(updates - self._start) / seconds,
             samples_per_second=samples / seconds,
             accuracy=records[-1].accuracy if records else 0.0,

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcaccum import Variable
-from hpcaccum.device import library
+from hpcaccum.device import library, to_host
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from hpcaccum.dtypes import Array
 
@@ -88,3 +88,21 @@ class MLP:
             loss -= float(losses[library(labels).arange(len(labels)), labels].sum())
             right += int((losses.argmax(axis=1) == labels).sum())
         return loss / len(y), right / len(y)
+
+
+@_quiet
+def noise_scale(gradients: Iterable[list[Array]], batch: int) -> float | None:
+    """Return the noise scale of gradients of so many samples each; None: unknown.
+
+    In samples, by McCandlish et al. (2018), arXiv:1812.06162, appendix A.1: the squared
+    norms of one gradient and of the mean of all, which has many times the samples.
+    """
+    count, total = 0, 0.0  # type: int, Any
+    one = 0.0
+    for each in gradients:
+        flat = np.concatenate([to_host(array).reshape(-1) for array in each])
+        count, total, one = count + 1, total + flat, one + float(flat @ flat)
+    one, mean = one / count, total / count
+    noise = (one - float(mean @ mean)) * batch
+    signal = float(mean @ mean) - one / count
+    return noise / signal if signal > 0 else None

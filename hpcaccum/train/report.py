@@ -34,7 +34,8 @@ class Record:
     """One evaluation of the model, after `step` updates.
 
     `loss` is the mean over this rank's batches since its last record, if there are any;
-    `test_loss` and `accuracy` are those on the test samples.
+    `test_loss` and `accuracy` are those on the test samples. `noise_scale` is that of
+    gradients, in samples, if there is a log.
     """
 
     strategy: str
@@ -44,6 +45,7 @@ class Record:
     loss: float | None
     test_loss: float
     accuracy: float
+    noise_scale: float | None = None
 
     def facts(self) -> dict[str, Any]:
         """Return it for JSON, which has no NaN: the loss of a run that diverged."""
@@ -60,8 +62,9 @@ class Result:
     It was `resumed_at` an update, made all `updates` up to `target`, or was `stopped`
     with an exit status before that. The numbers of `accepted` and `dropped` gradients,
     by rank, and of gradients by lag include those of earlier jobs; the seconds that
-    each rank has `waited` in the optimizer, and the rates, do not. `accuracy` is that
-    of the final model. There are no records if the rank that reports is lost.
+    each rank has `waited` in the optimizer, those of its last gradients, and the rates,
+    do not. `accuracy` is that of the final model. There are no records if the rank that
+    reports is lost.
     """
 
     strategy: str
@@ -75,6 +78,7 @@ class Result:
     dropped: tuple[int, ...]
     lags: dict[int, int]
     waited: tuple[float, ...]
+    gradient_seconds: tuple[tuple[float, ...], ...]
     updates_per_second: float
     samples_per_second: float
     accuracy: float

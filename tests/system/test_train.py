@@ -76,6 +76,8 @@ def check_records(looks, result, shown):
     accepted = result["accepted"]
     assert sum(result["lags"].values()) == sum(accepted) + sum(result["dropped"])
     assert f"{sum(accepted)}" in shown
+    assert [bool(each) for each in result["gradient_seconds"]] == [True] * len(accepted)
+    assert all(look["noise_scale"] > 0 for look in looks[:2])
 
 
 def test_table_and_log_of_one_strategy(train, tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hpcaccum.train.data import batches, prepare
-from hpcaccum.train.model import MLP
+from hpcaccum.train.model import MLP, noise_scale
 from hpcaccum.train.report import Progress, Record, Result, saved
 
 
@@ -37,6 +37,19 @@ def test_gradients_are_those_of_finite_differences(mlp):
             below, _ = mlp.loss_and_gradients(x, y)
             variable.value[index] = before
             assert gradient[index] == pytest.approx((above - below) / 2e-6, abs=1e-7)
+
+
+def test_the_noise_scale_is_the_variance_over_the_square_of_the_gradient():
+    rng, batch = np.random.default_rng(1), 4
+
+    def gradients(deviation):
+        for _ in range(2000):
+            parts = rng.normal(0.5, deviation / batch**0.5, 200)
+            yield [parts[:50].reshape(5, 10), parts[50:]]
+
+    # By element, as all of them are alike.
+    assert noise_scale(gradients(3.0), batch) == pytest.approx((3 / 0.5) ** 2, rel=0.02)
+    assert noise_scale(([np.full(3, sign)] for sign in (1.0, -1.0)), 1) is None
 
 
 def test_a_model_that_knows_nothing_has_the_loss_of_guessing(mlp):
