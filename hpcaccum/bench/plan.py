@@ -52,11 +52,12 @@ _UPDATES = 100
 
 
 class Measured(NamedTuple):
-    """The seconds of an update by all ranks of a setting, and those of its server."""
+    """Seconds of an update by all ranks, of its server, and of a rank's core."""
 
     setting: Setting
     seconds: float
     update: float
+    work: float
 
 
 def prepare(args: argparse.Namespace, group: Group) -> Callable[[], None]:
@@ -85,10 +86,10 @@ def _run(seconds: float, group: Group, output: JsonLines) -> None:
     ]
     if group.rank:
         return
-    costs = fit(measured)
+    costs = fit(measured, facts["cores"])
     took = [simulated(each.setting, costs) for each in measured]
     rows, residuals = list[tuple[str, ...]](), list[dict[str, Any]]()
-    for (setting, real, _), found in zip(measured, took, strict=True):
+    for (setting, real, *_), found in zip(measured, took, strict=True):
         times = time_text(1e6 * real), time_text(1e6 * found)
         size = str(setting.ranks), str(setting.nodes), size_text(setting.nbytes)
         rows.append((setting.strategy, *size, *times, f"{found / real - 1:+.1%}"))
@@ -124,10 +125,10 @@ def _settings(group: Group) -> list[Setting]:
     return found
 
 
-def _measure(setting: Setting, seconds: float, group: Group) -> tuple[float, float]:
-    """Return the seconds of an update on the first ranks. Collective."""
+def _measure(setting: Setting, seconds: float, group: Group) -> tuple[float, ...]:
+    """Return the numbers of `Measured` for the first ranks. Collective."""
     part = group.comm.Split(group.rank < setting.ranks, group.rank)
-    took = 0.0, 0.0
+    took: tuple[float, ...] = ()
     if group.rank < setting.ranks:
         took = _train(setting, seconds, part)
     # Others would spin in MPI, and take the cores of those that train.
@@ -138,7 +139,7 @@ def _measure(setting: Setting, seconds: float, group: Group) -> tuple[float, flo
     return group.comm.bcast(took)  # type: ignore[no-any-return]
 
 
-def _train(setting: Setting, seconds: float, comm: Any) -> tuple[float, float]:
+def _train(setting: Setting, seconds: float, comm: Any) -> tuple[float, ...]:
     var = Variable(np.zeros(setting.nbytes // 4, np.float32), "x")
     grads, slept = [np.zeros_like(var.value)], _SLEEP
 
@@ -156,17 +157,18 @@ def _train(setting: Setting, seconds: float, comm: Any) -> tuple[float, float]:
     opt.initialize([var])
 
     def steps(count: int) -> Any:
-        took = []
+        took, work = [], time.process_time()
         for _ in range(count):
             begun = time.perf_counter()
             opt.minimize(loss)
             took.append(time.perf_counter() - begun)
         # Other programs disturb the mean, but not the median.
-        return np.median(comm.allgather(np.median(took)))
+        mine = np.median(took), (time.process_time() - work) / count
+        return np.median(comm.allgather(mine), axis=0)
 
-    took = steps(_LEAST)
+    took, _ = steps(_LEAST)
     count = max(_LEAST, round(seconds / took))
-    took, slept, recorder = steps(count), 0.0, Recorder()
+    (took, work), slept, recorder = steps(count), 0.0, Recorder()
     if setting.strategy == "drop-stale":
         # An idle server takes longer for an update: its core sleeps, too.
         with recorded_by(recorder):
@@ -175,7 +177,7 @@ def _train(setting: Setting, seconds: float, comm: Any) -> tuple[float, float]:
     events = itertools.chain.from_iterable(recorder.rows().values())
     updates = [e.end - e.begin for e in events if e.label.name == "update"]
     # The longer ones have waited for a core.
-    return float(took), float(np.percentile(updates or [0.0], 25))
+    return float(took), float(np.percentile(updates or [0.0], 25)), float(work)
 
 
 def simulated(setting: Setting, costs: Machine) -> float:
@@ -185,8 +187,10 @@ def simulated(setting: Setting, costs: Machine) -> float:
     return each * found.seconds / found.updates
 
 
-def fit(measured: Sequence[Measured]) -> Machine:
+def fit(measured: Sequence[Measured], cores: int) -> Machine:
     """Return the costs with which simulations take the measured times.
+
+    A node has so many cores.
 
     By the method of Levenberg and Marquardt, for the logarithms of the costs.
     """
@@ -196,6 +200,9 @@ def fit(measured: Sequence[Measured]) -> Machine:
     names += ["latency", "link"] if nodes > 1 else []
     costs = Machine(
         update=min(each.update for each in measured if each.update),
+        # Of small gradients, which are only admitted.
+        work=max(each.work for each in measured if each.setting.nbytes == _SIZES[0]),
+        cores=cores,
         ranks=max(-(-each.ranks // each.nodes) for each in settings),
         nodes=nodes,
         nbytes=max(each.nbytes for each in settings),

@@ -96,14 +96,19 @@ def predict(
     samples = setting.batch * setting.period / setting.fragments
     # During a restart no rank trains.
     trains = compute.availability(setting.nodes)
-    figures = [each.figures(samples, trains, noise) for each in found]
+    figures = [each.figures(samples, trains) for each in found]
     columns = {name: [each[name] for each in figures] for name in figures[0]}
     means = {name: fmean(column) for name, column in columns.items()}
+    intervals = {name: _interval(column) for name, column in columns.items()}
+    if noise is not None:
+        # McCandlish et al. (2018), section 2.2.
+        speed, samples = means["updates_per_second"], means[_SPEED]
+        means[_PROGRESS] = speed / (1 + noise * speed / samples)
     lags = sum((each.lags for each in found), Counter[int]())
     return Prediction(
         setting,
         means,
-        {name: _interval(column) for name, column in columns.items()},
+        intervals,
         np.mean([each.waiting for each in found], axis=0).tolist(),
         [lags[lag] for lag in range(max(lags) + 1)],
         list(_doubts(setting, machine, means)),

@@ -152,22 +152,26 @@ class Machine:
         call: Of a rank for one gradient, beside what follows; and once more from an
             update until it pulls. The mean of an exponential distribution.
         turn: Of one gradient, which the ranks of a node spend one after the other.
+        work: Of a core for one gradient, if ranks share ``cores`` of a node.
         update: Of an update on the server, right after another one.
         reduce: Of an allreduce on one node.
         copy: Rate at which the ranks of a node copy, all together.
         latency: Of a message to another node.
         link: Rate of the link of a node, in each direction.
+        cores: Of a node; 0 if it is not known.
         ranks, nodes, nbytes: The most ranks on a node, nodes, and bytes of a gradient,
             for which it was measured; 0 if it was not, or is not known.
     """
 
     call: float = 500e-6
     turn: float = 20e-6
+    work: float = 0.0
     update: float = 50e-6
     reduce: float = 100e-6
     copy: float = 20e9
     latency: float = 50e-6
     link: float = 10e9
+    cores: int = 0
     ranks: int = 0
     nodes: int = 0
     nbytes: int = 0
@@ -176,6 +180,11 @@ class Machine:
         """Return seconds in which a rank copies its push or pull, and makes steps."""
         moves = steps * _LOCAL_STEP.get(setting.strategy, 0) * setting.touched
         return (setting.copied + moves * setting.nbytes) / self.copy
+
+    def turns(self, setting: Setting) -> float:
+        """Return seconds of a gradient that the ranks of a node spend in turns."""
+        shares = 1 / self.cores - setting.nodes / setting.ranks if self.cores else 0.0
+        return max(self.turn, self.work * shares)
 
     def crossing(self, setting: Setting) -> float:
         """Return seconds in which a push crosses the link of a server."""
@@ -193,7 +202,7 @@ class Machine:
         if setting.touched < 1:
             # Every rank adds the rows of all.
             copied = round(setting.ranks * setting.pushed)
-        took = self.reduce + here * self.turn + 3 * here * copied / self.copy
+        took = self.reduce + here * self.turns(setting) + 3 * here * copied / self.copy
         if nodes > 1:
             took += 2 * np.log2(nodes) * self.latency + setting.exchanged / self.link
         return float(took)
@@ -209,7 +218,8 @@ def machine(text: str) -> Machine:
     if (path := Path(text)).is_file():
         # A rate divides.
         least = {name: float(name in ("copy", "link")) for name in vars(Machine())}
-        costs = numbers_of(path, "machine", least, ranks=0, nodes=0, nbytes=0)
+        usual = dict.fromkeys(("work", "cores", "ranks", "nodes", "nbytes"), 0)
+        costs = numbers_of(path, "machine", least, **usual)
         return Machine(**costs)
     (call, copy), *network = levels(text, f"must be {NETWORK}")
     found = Machine(call=Machine.call + call, copy=copy, nodes=1)

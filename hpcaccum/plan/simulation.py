@@ -60,22 +60,13 @@ class Outcome:
         """The share of time in which each rank did not compute."""
         return np.clip(1 - self.computing / self.seconds, 0, 1)
 
-    def figures(
-        self, samples: float, trains: float, noise: float | None
-    ) -> dict[str, float]:
-        """Return what is shown, of pushes of samples, and of a part of the time.
-
-        With the ``noise`` scale also the progress: McCandlish et al. (2018).
-        """
+    def figures(self, samples: float, trains: float) -> dict[str, float]:
+        """Return what is shown, of pushes of samples, and of a part of the time."""
         arrived = self.lags.total()
         accepted = arrived - self.dropped
-        speed, each = self.updates / self.seconds * trains, accepted / self.updates
-        each *= samples
-        progress = {} if noise is None else {"progress": speed / (1 + noise / each)}
         return {
-            "updates_per_second": speed,
-            "samples_per_second": each * speed,
-            **progress,
+            "updates_per_second": self.updates / self.seconds * trains,
+            "samples_per_second": accepted * samples / self.seconds * trains,
             "dropped": self.dropped / arrived,
             "mean_lag": sum(lag * n for lag, n in self.lags.items()) / arrived,
             "waiting": float(self.waiting.mean()),
@@ -132,6 +123,7 @@ class Rounds:
     def __init__(self, setting: Setting, machine: Machine, draws: Draws) -> None:
         self._setting, self._machine, self._draws = setting, machine, draws
         self._node_of, self._crossing = setting.node_of, machine.crossing(setting)
+        self._turn = machine.turns(setting) / setting.nodes
         n, fragments = self._node_of.size, setting.fragments
         self._everybody, self._quorum = np.arange(n), min(setting.quorum or 1, n)
         # The step of each fragment, and when it was published.
@@ -202,7 +194,7 @@ class Rounds:
         fresh = admits(self._step[fragments], local, self._setting.staleness)
         self._lags = self._step[fragments] - local
         closes, chosen = math.inf, self._everybody
-        turns = self._machine.turn * np.arange(self._quorum)
+        turns = self._turn * np.arange(self._quorum)
         for fragment in range(self._step.size):
             ranks = self._everybody[fresh & (fragments == fragment)]
             if ranks.size >= self._quorum:
@@ -212,7 +204,7 @@ class Rounds:
                 last = (np.sort(arrives[first]) - turns).max() + turns[-1]
                 if last < closes:
                     closes, chosen = last, ranks[first]
-        closes += self._machine.turn
+        closes += self._turn
         before = ~fresh & (self._pushes["arrives"] < closes)
         return closes, chosen, self._everybody[before]
 
@@ -338,8 +330,8 @@ class Events:
         self._exponential = self._random(draws.rng.standard_exponential)
         self._heap = [(self._begin(rank, 0.0), rank) for rank in range(n)]
         heapq.heapify(self._heap)
-        # Until when the words of the steps are busy.
-        self._word = 0.0
+        # Until when the words of the steps are busy, and for how long each time.
+        self._word, self._turn = 0.0, machine.turns(setting) / setting.nodes
         self._inward, self._outward = ([Link() for _ in range(nodes)] for _ in range(2))
         # The seconds in which a node sends a gradient to the servers of other nodes.
         servers, crossing = setting.servers, machine.crossing(setting)
@@ -388,7 +380,7 @@ class Events:
         node, machine = self._node_of[rank], self._machine
         center = next(self._fragments[rank])
         pulled = center.versions[node].at(center.starts[rank])
-        now = self._word = max(self._word, arrives) + machine.turn
+        now = self._word = max(self._word, arrives) + self._turn
         # No update came between the newest version and a gradient that was dropped.
         self._since_pull += now - max(pulled.admitted, center.last[rank])
         center.last[rank] = now

@@ -542,13 +542,29 @@ def test_costs_are_found_that_take_the_measured_times():
             Setting("sync-replicas", **place, quorum=ranks, staleness=0),
             Setting("drop-stale", **place),
         ):
-            measured.append(Measured(setting, simulated(setting, known), known.update))
+            took = simulated(setting, known)
+            measured.append(Measured(setting, took, known.update, 1e-3))
 
-    found = fit(measured)
+    found = fit(measured, 8)
 
     assert found.update == known.update
     assert found.call == pytest.approx(known.call, rel=0.1)
     assert found.copy == pytest.approx(known.copy, rel=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["cross-shard", "sync-replicas"])
+def test_ranks_that_share_cores_wait_for_each_other(strategy):
+    costs = dataclasses.replace(FREE, work=1e-3, cores=4)
+    quorum = None if strategy == "cross-shard" else 8
+
+    alone, shared = (
+        predicted(strategy, ranks, "30ms", costs, quorum=quorum and ranks)
+        for ranks in (4, 16)
+    )
+
+    assert 1 / alone.means["updates_per_second"] == pytest.approx(0.030, rel=0.01)
+    # 16 ms of work on 4 cores, of which each rank had 1 ms by itself.
+    assert 1 / shared.means["updates_per_second"] == pytest.approx(0.033, rel=0.01)
 
 
 @pytest.mark.parametrize(
