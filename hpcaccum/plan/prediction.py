@@ -209,7 +209,7 @@ def _best(found: Sequence[Prediction], base: Prediction) -> str:
     text += f"{means[_SPEED]:.4g} samples/s"
     if best is not base:
         gain = means[what] / base.means[what] - 1
-        of = "progress, " if what == _PROGRESS else ""
+        of = "progress " if what == _PROGRESS else ""
         text += f" ({of}{gain:+.0%} to {base.setting.name})"
     if means["dropped"]:
         text += f", {means['dropped']:.1%} dropped"
@@ -221,7 +221,8 @@ def _best(found: Sequence[Prediction], base: Prediction) -> str:
 def _remarks(found: Prediction) -> Iterator[str]:
     """Yield what is notable about a prediction."""
     setting, waiting = found.setting, found.waiting
-    more = min(2 * setting.servers, setting.nodes)
+    # Sparse variables have one server.
+    more = min(2 * setting.servers, setting.nodes) if setting.touched == 1 else 1
     cure = f": try --servers {more}" if more > setting.servers else ""
     if found.means["busiest_link"] > _BUSY:
         link, cure = ("server's", cure) if setting.has_server else ("busiest", "")

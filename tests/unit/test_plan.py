@@ -392,6 +392,8 @@ def test_one_server_gets_one_gradient_at_a_time():
     assert one.means["server_utilisation"] > 0.99
     remarks = list(words([one], compute("1ms")))
     assert "the server is the bottleneck: try --servers 2" in " ".join(remarks)
+    rows = predicted("drop-stale", 4, "1ms", costs, **place, touched=0.5)
+    assert "--servers" not in " ".join(words([rows], compute("1ms")))
     # Several servers get the next one meanwhile.
     assert 1 / four.means["updates_per_second"] < 0.011
 
