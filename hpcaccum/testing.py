@@ -50,7 +50,7 @@ _LIMITS: dict[str, tuple[Any, str]] = {
     "piece": (transfer, "_PIECE"),
     "short": (transfer, "SHORT"),
     # The log of changed rows has an entry for so many rows.
-    "rows_of_entry": (parameter_copies, "_SHARE"),
+    "rows_of_entry": (parameter_copies, "SHARE"),
     # Elements of an update: of a chunk, of a piece (least and most), and for a thread.
     "chunk": (node_update, "_CHUNK"),
     "least": (node_update, "_LEAST"),
