@@ -181,10 +181,10 @@ class Machine:
         moves = steps * _LOCAL_STEP.get(setting.strategy, 0) * setting.touched
         return (setting.copied + moves * setting.nbytes) / self.copy
 
-    def turns(self, setting: Setting) -> float:
-        """Return seconds of a gradient that the ranks of a node spend in turns."""
+    def turns(self, setting: Setting, nodes: int = 1) -> float:
+        """Return seconds of a gradient that the ranks of some nodes spend in turns."""
         shares = 1 / self.cores - setting.nodes / setting.ranks if self.cores else 0.0
-        return max(self.turn, self.work * shares)
+        return max(self.turn, self.work * shares / nodes)
 
     def crossing(self, setting: Setting) -> float:
         """Return seconds in which a push crosses the link of a server."""

@@ -123,7 +123,7 @@ class Rounds:
     def __init__(self, setting: Setting, machine: Machine, draws: Draws) -> None:
         self._setting, self._machine, self._draws = setting, machine, draws
         self._node_of, self._crossing = setting.node_of, machine.crossing(setting)
-        self._turn = machine.turns(setting) / setting.nodes
+        self._turn = machine.turns(setting, setting.nodes)
         n, fragments = self._node_of.size, setting.fragments
         self._everybody, self._quorum = np.arange(n), min(setting.quorum or 1, n)
         # The step of each fragment, and when it was published.
@@ -331,7 +331,7 @@ class Events:
         self._heap = [(self._begin(rank, 0.0), rank) for rank in range(n)]
         heapq.heapify(self._heap)
         # Until when the words of the steps are busy, and for how long each time.
-        self._word, self._turn = 0.0, machine.turns(setting) / setting.nodes
+        self._word, self._turn = 0.0, machine.turns(setting, setting.nodes)
         self._inward, self._outward = ([Link() for _ in range(nodes)] for _ in range(2))
         # The seconds in which a node sends a gradient to the servers of other nodes.
         servers, crossing = setting.servers, machine.crossing(setting)

@@ -97,8 +97,8 @@ def noise_scale(gradients: Iterable[list[Array]], batch: int) -> float | None:
     In samples, by McCandlish et al. (2018), arXiv:1812.06162, appendix A.1: the squared
     norms of one gradient and of the mean of all, which has many times the samples.
     """
-    count, total = 0, 0.0  # type: int, Any
-    one = 0.0
+    count, one = 0, 0.0
+    total: Any = 0.0
     for each in gradients:
         flat = np.concatenate([to_host(array).reshape(-1) for array in each])
         count, total, one = count + 1, total + flat, one + float(flat @ flat)
