@@ -46,7 +46,7 @@ _LEAST = 5
 # Seconds between two looks of a rank that does not take part.
 _NAP = 10e-3
 # Steps of the fit; what a cost is multiplied by to find its derivative; damping.
-_STEPS, _CHANGE, _DAMPING = 8, 1.1, 1e-3
+_STEPS, _CHANGE, _DAMPING = 16, 1.1, 1e-3
 # Updates of a simulation.
 _UPDATES = 100
 

@@ -154,9 +154,9 @@ class Machine:
         turn: Of one gradient, which the ranks of a node spend one after the other.
         work: Of a core for one gradient, if ranks share ``cores`` of a node.
         update: Of an update on the server, right after another one.
-        reduce: Of an allreduce on one node.
+        reduce: Of an allreduce on one node, and of a message of one between nodes.
         copy: Rate at which the ranks of a node copy, all together.
-        latency: Of a message to another node.
+        latency: Of a message of an agent to another node.
         link: Rate of the link of a node, in each direction.
         cores: Of a node; 0 if it is not known.
         ranks, nodes, nbytes: The most ranks on a node, nodes, and bytes of a gradient,
@@ -167,7 +167,7 @@ class Machine:
     turn: float = 20e-6
     work: float = 0.0
     update: float = 50e-6
-    reduce: float = 100e-6
+    reduce: float = 50e-6
     copy: float = 20e9
     latency: float = 50e-6
     link: float = 10e9
@@ -204,7 +204,7 @@ class Machine:
             copied = round(setting.ranks * setting.pushed)
         took = self.reduce + here * self.turns(setting) + 3 * here * copied / self.copy
         if nodes > 1:
-            took += 2 * np.log2(nodes) * self.latency + setting.exchanged / self.link
+            took += 2 * np.log2(nodes) * self.reduce + setting.exchanged / self.link
         return float(took)
 
 
@@ -224,5 +224,5 @@ def machine(text: str) -> Machine:
     (call, copy), *network = levels(text, f"must be {NETWORK}")
     found = Machine(call=Machine.call + call, copy=copy, nodes=1)
     for latency, link in network:
-        found = replace(found, latency=latency, link=link, nodes=0)
+        found = replace(found, reduce=latency, latency=latency, link=link, nodes=0)
     return found
