@@ -108,8 +108,7 @@ def _run(args: argparse.Namespace, group: Group, files: RowFiles) -> int:
         facts["links"] = links.about
         title += f"\n{links.about}"
     names = benchmarks_of(args.benchmark)
-    usual = report.HOST if group.single_node else report.BETWEEN_NODES
-    columns = CASES[names[0]].columns or usual
+    columns = CASES[names[0]].columns
 
     def show(*lines: str) -> None:
         if group.rank == 0:

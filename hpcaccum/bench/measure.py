@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 import numpy as np
 
 from hpcaccum import device
+from hpcaccum.bench.report import USUAL
 from hpcaccum.bench.rows import Row
 from hpcaccum.machine import free_memory
 from hpcaccum.mpi import MPI
@@ -194,13 +195,13 @@ class Case:
     """The kinds of one benchmark at one size; the base of all benchmarks. Collective.
 
     The docstring of a subclass describes its rows to users, `help` is one line for
-    them, `sizes` are the default, and `columns` those of its table, if not the usual.
+    them, `sizes` are the default, and `columns` those of its table.
     """
 
     help: ClassVar[str]
     sizes: ClassVar[str] = "4K:256M"
     memory: ClassVar[Memory]
-    columns: ClassVar[Columns | None] = None
+    columns: ClassVar[Columns] = USUAL
 
     def __init__(
         self, group: Group, nbytes: int, gloo: bool = False, links: Any = None

@@ -38,23 +38,17 @@ class Columns(NamedTuple):
     times: tuple[str, ...] = ("min", "median", "p99", "max")
 
 
-def _host(limit: str) -> Columns:
-    return Columns(
-        "one operation, over all ranks and repeats; n: samples; p99: from 100 samples "
-        "on\nalgbw, busbw: GB/s as in nccl-tests; vs MPI: times faster than MPI's own "
-        f"call\nfloor: times slower than {limit} allows; these four are of the median",
-        (
-            Column("algbw", 5, lambda row: row.algbw),
-            Column("busbw", 5, lambda row: row.busbw),
-            Column("vs MPI", 6, lambda row: row.vs_mpi),
-            Column("floor", 5, lambda row: row.vs_floor),
-        ),
-    )
-
-
-HOST = _host("memory")
-# The floor of a copy is still that of memory, and 1.
-BETWEEN_NODES = _host("a link")
+USUAL = Columns(
+    "one operation, over all ranks and repeats; n: samples; p99: from 100 samples on\n"
+    "algbw, busbw: GB/s as in nccl-tests; vs MPI: times faster than MPI's own call\n"
+    "floor: times slower than memory, or a link between nodes, allows; of the median",
+    (
+        Column("algbw", 5, lambda row: row.algbw),
+        Column("busbw", 5, lambda row: row.busbw),
+        Column("vs MPI", 6, lambda row: row.vs_mpi),
+        Column("floor", 5, lambda row: row.vs_floor),
+    ),
+)
 
 # No minimum is longer than 999 of the unit of its median.
 _WIDTHS = {"min": 4, "median": 6, "p99": 5, "max": 5}
@@ -92,7 +86,7 @@ def number_text(number: float | None) -> str:
     return f"{number:.0f}" if number < 1e5 else f"{number:.0e}"
 
 
-def head(benchmark: str, columns: Columns = HOST) -> str:
+def head(benchmark: str, columns: Columns = USUAL) -> str:
     """Return the lines above the rows of a benchmark."""
     last = [column.title for column in columns.last]
     titles = _line(["size", "", "n", *columns.times, "", *last], columns)
@@ -101,7 +95,7 @@ def head(benchmark: str, columns: Columns = HOST) -> str:
     return f"\n{above}\n{titles}"
 
 
-def lines(rows: Sequence[Row], columns: Columns = HOST) -> Iterator[str]:
+def lines(rows: Sequence[Row], columns: Columns = USUAL) -> Iterator[str]:
     """Yield the lines of one size."""
     for number, row in enumerate(rows):
         size = "" if number else size_text(row.bytes)

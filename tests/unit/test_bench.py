@@ -181,13 +181,7 @@ def test_a_system_without_counters_has_no_interface(tmp_path):
 # The table, and what is above it
 
 
-ALL = [
-    report.HOST,
-    report.BETWEEN_NODES,
-    DeviceCase.columns,
-    Wire.columns,
-    TorchStep.columns,
-]
+ALL = [report.USUAL, DeviceCase.columns, Wire.columns, TorchStep.columns]
 
 
 @pytest.mark.parametrize("columns", ALL)
