@@ -12,7 +12,7 @@ from hpcaccum.files import JsonLines
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
     from types import TracebackType
 
     from typing_extensions import Self
@@ -23,22 +23,13 @@ if TYPE_CHECKING:
 class Metrics(NamedTuple):
     """What an optimizer has done so far.
 
-    `waited` are the seconds that this rank has waited for others; `accepted` and
-    `dropped` the gradients of each rank, `lags` those of all ranks by lag.
+    `waited` are the seconds that this rank has waited for others.
     """
 
     optimizer: str
     step: int
     waited: float
-    accepted: Sequence[int]
-    dropped: Sequence[int]
-    lags: Mapping[int, int]
-
-    @classmethod
-    def of(cls, optimizer: str, step: int, waited: float, counts: Tally) -> Metrics:
-        """Return metrics with these counts."""
-        facts = counts.accepted, counts.dropped, counts.lags
-        return cls(optimizer, step, waited, *facts)
+    tally: Tally
 
 
 class Source(Protocol):
@@ -81,10 +72,11 @@ class MetricsLog:
     def _report(self, source: Source, now: float) -> None:
         then, before = self._last[source]
         metrics = source._metrics()
+        tally, earlier = metrics.tally, before.tally.lags
         self._last[source] = now, metrics
         # Not 0, as a clock may stand still.
         passed = max(now - then, 1e-9)
-        lags = {lag: n - before.lags.get(lag, 0) for lag, n in metrics.lags.items()}
+        lags = {lag: n - earlier.get(lag, 0) for lag, n in tally.lags.items()}
         self._write(
             {
                 "time": time.time(),
@@ -92,8 +84,8 @@ class MetricsLog:
                 "step": metrics.step,
                 "updates_per_second": (metrics.step - before.step) / passed,
                 "waiting": min((metrics.waited - before.waited) / passed, 1.0),
-                "accepted": list(metrics.accepted),
-                "dropped": list(metrics.dropped),
+                "accepted": list(tally.accepted),
+                "dropped": list(tally.dropped),
                 "lags": {lag: n for lag, n in sorted(lags.items()) if n},
             }
         )

@@ -300,7 +300,7 @@ class ShardReducer:
         metrics.note(self)
 
     def _metrics(self) -> metrics.Metrics:
-        return metrics.Metrics.of(self._name, self.step, self.waited, self.tally())
+        return metrics.Metrics(self._name, self.step, self.waited, self.tally())
 
     def leave(self) -> None:
         """Leave, at the next reduction of the other ranks. Collective."""

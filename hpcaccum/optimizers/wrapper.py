@@ -318,7 +318,7 @@ class Wrapper(Freeable, Optimizer):
 
     def _metrics(self) -> metrics.Metrics:
         facts = self.global_step, self.waited, self.statistics()
-        return metrics.Metrics.of(self.get_name(), *facts)
+        return metrics.Metrics(self.get_name(), *facts)
 
     def _note(self, receipt: Receipt) -> None:
         """Count a gradient; warn, once, if the last ones were all dropped."""

@@ -17,8 +17,8 @@ class Trained:
         self.step, self.waited, self.lags = 0, 0.0, {}
 
     def _metrics(self):
-        counts = [self.step, 0], [0, 3], dict(self.lags)
-        return metrics.Metrics("mine", self.step, self.waited, *counts)
+        tally = hpc.Tally((self.step, 0), (0, 3), dict(self.lags))
+        return metrics.Metrics("mine", self.step, self.waited, tally)
 
 
 @pytest.fixture
