@@ -35,7 +35,6 @@ from hpcaccum.launch.probes import (
     NOTE,
     PROBES,
     Finding,
-    hosts,
     to_go_on,
 )
 from hpcaccum.mpi import abort_job, launched_ranks, slurm_plugin
@@ -96,7 +95,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "--kill", text)
     # What the small jobs run.
     parser.add_argument("--probe", choices=PROBES, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
 
 
 def needs_mpi(args: argparse.Namespace) -> bool:
@@ -110,8 +108,6 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
         raise InvalidArgumentError(
             f"--timeout must be more than 0 and at most {_LONGEST}, got {args.timeout}"
         )
-    if args.probe:
-        return functools.partial(_run_one, args)
 
     def check() -> None:
         if args.json is not None:
@@ -121,7 +117,7 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
         group = group_of()
         # Rank 0 writes it.
         group.agree("--json", check if group.rank == 0 else lambda: None, lambda _: {})
-        return functools.partial(_run_all, args)
+        return functools.partial(_run, args)
     check()
     launcher = _launcher() if args.launcher is None else _words(args.launcher)
     return functools.partial(_diagnose, launcher, args)
@@ -181,11 +177,12 @@ def _tried(launcher: list[str], name: str, timeout: float) -> Finding:
     parent = "." if os.access(".", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix=".hpcaccum-doctor-", dir=parent) as folder:
         out = Path(folder).resolve() / "finding.json"
-        words = ["-m", "hpcaccum", "doctor", "--probe", name, "--out", str(out)]
+        words = ["-m", "hpcaccum", "doctor", "--probe", name, "--json", str(out)]
         words += ["--timeout", str(timeout)]
         output, ended = _output([*launcher, sys.executable, *words], timeout + _START)
-        if out.exists():
-            finding = Finding(*json.loads(out.read_text()))
+        if out.exists() and (found := out.read_text()):
+            [facts] = json.loads(found)
+            finding = Finding(facts["verdict"], facts["text"], facts["advice"])
             if ended == _SUCCESS or name == LOSS:
                 if name != "windows" or _UCX not in output:
                     return finding
@@ -256,33 +253,21 @@ def _end(job: subprocess.Popen[bytes]) -> None:
 # In a job
 
 
-def _run_one(args: argparse.Namespace) -> int:
-    group = group_of()
-    with _limit(args.probe, args.timeout):
-        finding = PROBES[args.probe](group)
-        if args.probe == "launch":
-            finding = finding._replace(text=f"{finding.text}; {hosts(group)}")
-    if group.rank == 0:
-        part = args.out.with_suffix(".part")
-        part.write_text(json.dumps(finding))
-        part.rename(args.out)
-    return 0
-
-
-def _run_all(args: argparse.Namespace) -> int:
-    group = group_of()
+def _run(args: argparse.Namespace) -> int:
+    """Run one probe, or all of them; return the exit status of all."""
+    group, names = group_of(), [args.probe]
+    if not args.probe:
+        names = [name for name in PROBES if name != LOSS or args.kill]
 
     def findings() -> Iterator[tuple[str, Finding]]:
-        for name, probe in PROBES.items():
-            if name == LOSS and not args.kill:
-                continue
+        for name in names:
             with _limit(name, args.timeout):
-                yield name, probe(group)
+                yield name, PROBES[name](group)
 
-    where = hosts(group)
     if group.rank == 0:
-        print(f"hpcaccum {__version__} doctor: {where}", flush=True)
-        return _report(findings(), args.json)
+        print(f"hpcaccum {__version__} doctor", flush=True)
+        status = _report(findings(), args.json)
+        return 0 if args.probe else status
     for _ in findings():
         pass
     return 0

@@ -62,12 +62,20 @@ def find_each_other(group: Group) -> Finding:
     """Ranks that are started together and find each other."""
     tasks = number_in(os.environ, "SLURM_STEP_NUM_TASKS")
     tasks = tasks or number_in(os.environ, "SLURM_NTASKS")
-    where = f"{group.size} ranks on {counted(len(group.nodes), 'node')}"
+    text = f"{group.size} ranks on {counted(len(group.nodes), 'node')}"
+    verdict = NOTE
     if group.size == 1:
-        return Finding(NOTE, "only one rank: nothing between ranks is tested")
-    if tasks and tasks != group.size:
-        return Finding(NOTE, f"{where}, but SLURM has {tasks} tasks")
-    return Finding(GOOD, where)
+        text = "only one rank: nothing between ranks is tested"
+    elif tasks and tasks != group.size:
+        text += f", but SLURM has {tasks} tasks"
+    else:
+        verdict = GOOD
+    names = Counter(group.allgather(MPI.Get_processor_name(), "names of the hosts"))
+    vendor, version = MPI.get_vendor()
+    where = ", ".join(f"{count} on {name}" for name, count in sorted(names.items())[:4])
+    more = f" and {len(names) - 4} more hosts" * (len(names) > 4)
+    text += f"; {vendor} {'.'.join(map(str, version))}; ranks: {where}{more}"
+    return Finding(verdict, text)
 
 
 def thread_level(group: Group) -> Finding:
@@ -330,15 +338,6 @@ def to_go_on(vendor: str) -> str:
         "python train.py\nsrun --mpi=pmi2 --kill-on-bad-exit=0 --no-kill -n 4 python "
         "train.py"
     )
-
-
-def hosts(group: Group) -> str:
-    """Return the library and where the ranks are, in one line. Collective."""
-    names = Counter(group.allgather(MPI.Get_processor_name(), "names of the hosts"))
-    vendor, version = MPI.get_vendor()
-    where = ", ".join(f"{count} on {name}" for name, count in sorted(names.items())[:4])
-    more = f" and {len(names) - 4} more hosts" * (len(names) > 4)
-    return f"{vendor} {'.'.join(map(str, version))}; ranks: {where}{more}"
 
 
 def _first_line(error: BaseException) -> str:

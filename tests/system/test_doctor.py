@@ -98,7 +98,7 @@ def test_started_by_a_launcher_its_ranks_are_the_job(mpirun, script, tmp_path):
     # It kills a rank on request only.
     assert [each["probe"] for each in found] == list(PROBES)[:-1]
     assert done.stdout.count("0 problems\n") == 1
-    assert re.search(r"doctor: \S.* \S+; ranks: 3 on ", done.stdout)
+    assert re.search(r"3 ranks on .*; \S.* \S+; ranks: 3 on ", done.stdout)
 
 
 @pytest.mark.parametrize("survive", [False, True])
