@@ -156,32 +156,25 @@ def _steps(
     return generate
 
 
-class Marked(NamedTuple):
-    """A method that is marked with `traced`, by its class and its name there."""
+class Marked:
+    """A method that is marked with `traced`; in its place until its class is complete.
 
-    owner: type
-    method: str
-    name: str
-    describe: Describe | None
+    It is `method` of `owner`. `label` is that of its spans, with what `describe` says.
+    """
 
-    @property
-    def label(self) -> Label:
-        """The label of its spans."""
-        return Label(self.name, f"{self.owner.__name__}.{self.method}")
+    def __init__(
+        self, function: Function, name: str, describe: Describe | None
+    ) -> None:
+        self._function, self._name, self.describe = function, name, describe
+
+    def __set_name__(self, owner: type, method: str) -> None:
+        self.owner, self.method = owner, method
+        self.label = Label(self._name, f"{owner.__name__}.{method}")
+        setattr(owner, method, self._function)
+        MARKED.append(self)
 
 
 MARKED: list[Marked] = []
-
-
-class _Mark:
-    """Stands for a marked method until its class is complete."""
-
-    def __init__(self, function: Function, *how: Any) -> None:
-        self._function, self._how = function, how
-
-    def __set_name__(self, owner: type, method: str) -> None:
-        setattr(owner, method, self._function)
-        MARKED.append(Marked(owner, method, *self._how))
 
 
 def traced(name: str, describe: Describe | None = None) -> Callable[[F], F]:
@@ -192,7 +185,7 @@ def traced(name: str, describe: Describe | None = None) -> Callable[[F], F]:
     """
 
     def mark(function: F) -> F:
-        return _Mark(function, name, describe)  # type: ignore[return-value]
+        return Marked(function, name, describe)  # type: ignore[return-value]
 
     return mark
 

@@ -229,36 +229,24 @@ class Timeline:
                 yield piece
 
 
-class _Lane:
-    """Events that are nested or one after the other."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        # When the events end that may contain the next one.
-        self._ends: list[float] = []
-
-    def take(self, event: Event) -> bool:
-        """Take an event that begins after all before, unless it overlaps one."""
-        while self._ends and self._ends[-1] <= event.begin:
-            self._ends.pop()
-        if self._ends and event.end > self._ends[-1]:
-            return False
-        self.events.append(event)
-        self._ends.append(event.end)
-        return True
-
-
 def lanes(events: Iterable[Event]) -> list[list[Event]]:
     """Divide events so that in each list they are nested or one after the other.
 
     Those of the steps of an agent may overlap; viewers show a row as a stack of calls.
     """
-    found = [_Lane()]
+    # Of each lane also when the events end that may contain the next one.
+    found: list[tuple[list[Event], list[float]]] = [([], [])]
     for event in sorted(events, key=lambda event: (event.begin, -event.end)):
-        if not any(lane.take(event) for lane in found):
-            found.append(_Lane())
-            found[-1].take(event)
-    return [lane.events for lane in found]
+        for lane, ends in found:
+            while ends and ends[-1] <= event.begin:
+                ends.pop()
+            if not ends or event.end <= ends[-1]:
+                lane.append(event)
+                ends.append(event.end)
+                break
+        else:
+            found.append(([event], [event.end]))
+    return [lane for lane, _ in found]
 
 
 # The clocks of nodes, compared with that of rank 0: the first rank of each node that is

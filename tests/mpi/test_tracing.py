@@ -145,7 +145,7 @@ def test_every_marked_method_is_in_a_trace(traced, comm, nodes):
 
     file = traced(act, nodes)
     found = {event["cat"]: event["name"] for event in events(file)}
-    expected = {row.label.category: row.name for row in MARKED}
+    expected = {row.label.category: row.label.name for row in MARKED}
     expected["Deadline.wait"] = "wait"
 
     check_file(file)
