@@ -36,7 +36,7 @@ _FORMAT = "hpcaccum checkpoint 1"
 # In the JSON, a mapping of this key alone stands for an array.
 _ARRAY = "array of hpcaccum"
 _SUFFIX = ".safetensors"
-_NAME = re.compile(r"checkpoint-([0-9]+)" + re.escape(_SUFFIX))
+_NAME = re.compile(r"checkpoint-[0-9]+" + re.escape(_SUFFIX))
 _DTYPES = {BFLOAT16, *map(np.dtype, "?bBhHiIlLefd")}
 # Unlike its number, different from that of any process on any host and at any time.
 _TOKEN = os.urandom(16).hex()
@@ -209,15 +209,12 @@ def _newest(place: Path) -> Any:
 def files(directory: str | os.PathLike[str]) -> list[Path]:
     """Return the checkpoints of a directory, the latest last; it may be missing."""
     place = Path(directory)
-    return [each for _, each in sorted(_numbered(place).items())]
+    found = place.iterdir() if place.exists() else ()
+    return sorted((path for path in found if _NAME.fullmatch(path.name)), key=_number)
 
 
-def _numbered(directory: Path) -> dict[int, Path]:
-    """Return the checkpoints of a directory by their numbers."""
-    if not directory.exists():
-        return {}
-    matches = ((_NAME.fullmatch(path.name), path) for path in directory.iterdir())
-    return {int(match[1]): path for match, path in matches if match}
+def _number(checkpoint: Path) -> int:
+    return int(checkpoint.stem.removeprefix("checkpoint-"))
 
 
 # Writing
@@ -303,7 +300,7 @@ def _new(place: Path) -> tuple[Path, Path]:
     A signal handler, or another thread, may save meanwhile: it finds the folder, and
     takes the next number.
     """
-    number = max(_numbered(place), default=0)
+    number = max(map(_number, files(place)), default=0)
     while True:
         number += 1
         folder = place / f".unfinished-{_TOKEN}-{number}"

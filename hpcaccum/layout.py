@@ -110,11 +110,10 @@ class Layout:
         names = list(self.shapes)
         first = max(0, bisect.bisect_right(self._starts, piece.start) - 1)
         for name in names[first : bisect.bisect_left(self._starts, piece.stop)]:
-            offset = self.offsets[name]
-            begin = max(offset, piece.start)
-            end = min(offset + math.prod(self.shapes[name]), piece.stop)
+            array = self._places[name]
+            begin, end = max(array.start, piece.start), min(array.stop, piece.stop)
             if begin < end:
-                elements = slice(begin - offset, end - offset)
+                elements = slice(begin - array.start, end - array.start)
                 place = slice(begin - piece.start, end - piece.start)
                 found.append((name, elements, place))
         return found

@@ -7,6 +7,7 @@ DLPack has another one. CPU and device memory have one address space.
 from __future__ import annotations
 
 import bisect
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,8 +85,15 @@ def crossing(arrays: Collection[Any], others: Collection[Any]) -> list[bool]:
     mine = [_owner(array) for array in arrays]
     if None not in owners and None not in mine:
         return [owner in owners for owner in mine]
-    spans = _merged([bounds(other) for other in others])
-    return [_overlaps_any(spans, bounds(array)) for array in arrays]
+    spans = sorted(span for span in map(bounds, others) if span[0] < span[1])
+    begins = [begin for begin, _ in spans]
+    ends = list(itertools.accumulate((end for _, end in spans), max))
+    found = []
+    for low, high in map(bounds, arrays):
+        # Of those that begin before this array ends, one may end after it begins.
+        number = bisect.bisect_left(begins, high)
+        found.append(low < high and number > 0 and ends[number - 1] > low)
+    return found
 
 
 def _owner(array: Any) -> int | None:
@@ -104,21 +112,3 @@ def _exactly(one: Any, other: Any) -> bool:
         answer: Any = np.may_share_memory
         return bool(answer(one, other, max_work=_WORK))
     return True
-
-
-def _merged(spans: list[Span]) -> list[Span]:
-    """Return the union of spans as sorted, disjoint spans that are not empty."""
-    merged: list[Span] = []
-    for low, high in sorted(spans):
-        if merged and low <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(high, merged[-1][1])
-        elif low < high:
-            merged.append((low, high))
-    return merged
-
-
-def _overlaps_any(spans: list[Span], span: Span) -> bool:
-    """Whether a span overlaps one of several sorted, disjoint spans."""
-    low, high = span
-    place = bisect.bisect_left(spans, (high,))
-    return low < high and place > 0 and spans[place - 1][1] > low
