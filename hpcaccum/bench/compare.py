@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from hpcaccum.bench.rows import Key, Row, Rows
+    from hpcaccum.bench.rows import Key, Rows
 
 # Circumstances that must be the same for times to be comparable.
 _SAME = "hosts", "ranks_per_node", "cpu", "cores", "mpi_version", "settings", "numpy"
@@ -30,22 +30,6 @@ _ABOUT = """\
 time: new over old; ratio: relative to the reference's; above 1 is slower
 noise: how much the ratio may vary, from the quartiles of the times
 undecided: within this noise, the row may be slower, or not"""
-
-
-class Change(NamedTuple):
-    """A row of both files, judged by the ratio to its reference.
-
-    `time` is the new time over the old one, `ratio` the same relative to the
-    reference's, and `noise` how much that may vary. A reference is not judged.
-    """
-
-    old: Row
-    new: Row
-    time: float
-    ratio: float
-    noise: float = 0.0
-    reference: str = ""
-    verdict: str = ""
 
 
 def comparison(old: Path, new: Path, tolerance: float) -> Callable[[], int]:
@@ -71,15 +55,35 @@ def comparison(old: Path, new: Path, tolerance: float) -> Callable[[], int]:
     for path, found in (old, before), (new, after):
         if alone := len(found) - len(common):
             notes.append(f"only in {path}: {counted(alone, 'row')}")
-    changes = [_change(key, before, after, tolerance) for key in common]
-    return functools.partial(_show, changes, notes, tolerance)
+    times = [
+        after[key][0].median_us / before[key][0].median_us
+        for key in common
+        if after[key][0].reference
+    ]
+    if times:
+        factor = float(np.median(times))
+        text = f"the references took {number_text(factor)} times as long"
+        if not 1 / (1 + tolerance) <= factor <= 1 + tolerance:
+            word = "slower" if factor > 1 else "faster"
+            text += f": the machine was {word} as a whole"
+        notes.append(text)
+    rows = [_cells(key, before, after, 1 + tolerance) for key in common]
+    for number in range(1, len(rows)):
+        if common[number][:2] == common[number - 1][:2]:
+            # The same benchmark and size as above.
+            rows[number][0] = ""
+    groups = [benchmark for benchmark, *_ in common]
+    return functools.partial(_show, rows, groups, notes, tolerance)
 
 
-def _change(key: Key, before: Rows, after: Rows, tolerance: float) -> Change:
+def _cells(key: Key, before: Rows, after: Rows, limit: float) -> list[str]:
+    """Return what is shown of a row of both files; the last cell is the verdict."""
     old, new = before[key][0], after[key][0]
     time = new.median_us / old.median_us
+    times = time_text(old.median_us), time_text(new.median_us), number_text(time)
+    cells = [size_text(new.bytes), new.name, *times]
     if new.reference:
-        return Change(old, new, time, time)
+        return [*cells, "-", "-", "-", ""]
     rows, ratio, reference = [old, new], time, "none: times"
     # The raw call, or else the first one of the size.
     for other, (row, _) in after.items():
@@ -90,39 +94,22 @@ def _change(key: Key, before: Rows, after: Rows, tolerance: float) -> Change:
             break
     noise = math.hypot(*(each.spread_us / each.median_us for each in rows))
     verdict = "undecided"
-    if ratio / (1 + noise) > 1 + tolerance:
+    if ratio / (1 + noise) > limit:
         verdict = "slower"
-    elif ratio * (1 + noise) <= 1 + tolerance:
+    elif ratio * (1 + noise) <= limit:
         verdict = "not slower"
-    return Change(old, new, time, ratio, noise, reference, verdict)
+    return [*cells, number_text(ratio), f"{noise:.0%}", reference, verdict]
 
 
-def _show(changes: list[Change], notes: list[str], tolerance: float) -> int:
-    cells, above = [], None
-    for old, new, time, ratio, noise, reference, verdict in changes:
-        head = new.benchmark, new.bytes
-        size = "" if head == above else size_text(new.bytes)
-        times = time_text(old.median_us), time_text(new.median_us), number_text(time)
-        judged = number_text(ratio), f"{noise:.0%}", reference
-        if new.reference:
-            judged = "-", "-", "-"
-        cells.append([size, new.name, *times, *judged, verdict])
-        above = head
-    groups = [change.new.benchmark for change in changes]
-    print_groups(_TITLES, cells, groups, left=(1, 7, 8))
+def _show(
+    rows: list[list[str]], groups: list[str], notes: list[str], tolerance: float
+) -> int:
+    print_groups(_TITLES, rows, groups, left=(1, 7, 8))
     print(_ABOUT, *notes, sep="\n")
-    factors = [change.time for change in changes if change.new.reference]
-    if factors:
-        factor = float(np.median(factors))
-        text = f"the references took {number_text(factor)} times as long"
-        if not 1 / (1 + tolerance) <= factor <= 1 + tolerance:
-            word = "slower" if factor > 1 else "faster"
-            text += f": the machine was {word} as a whole"
-        print(text)
-    verdicts = [change.verdict for change in changes]
+    verdicts = [cells[-1] for cells in rows]
     slower, undecided = map(verdicts.count, ("slower", "undecided"))
     print(
-        f"{counted(len(changes), 'row')} compared, {slower} slower by more than "
+        f"{counted(len(rows), 'row')} compared, {slower} slower by more than "
         f"{tolerance:.0%} and the noise, {undecided} undecided"
     )
     return 1 if slower else 2 if undecided else 0
