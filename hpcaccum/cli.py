@@ -23,6 +23,7 @@ from hpcaccum.errors import DeviceUnavailableError
 from hpcaccum.launch import doctor, run, sbatch
 from hpcaccum.mpi import MPI, abort_job, install_excepthook, is_rank, number_in
 from hpcaccum.plan import command as plan
+from hpcaccum.stopping import INTERRUPTED
 from hpcaccum.train import command as train
 from hpcaccum.train import options as train_options
 
@@ -97,9 +98,7 @@ _RANKS = (
 
 # Seconds that an exiting rank waits for the others to exit too.
 _PATIENCE = 3.0
-# The exit status after Ctrl-C, by the convention of shells.
-_INTERRUPTED = 128 + signal.SIGINT
-# And after a write to a pipe that nothing reads.
+# The exit status after a write to a pipe that nothing reads.
 _UNREAD = 128 + signal.SIGPIPE
 
 
@@ -180,9 +179,9 @@ def _end_interrupted() -> NoReturn:
         time.sleep(_PATIENCE)
         text = f"rank {rank}: {text}"
     print(text, file=sys.stderr, flush=True)
-    abort_job(_INTERRUPTED)
+    abort_job(INTERRUPTED)
     # MPI_Finalize would wait for open windows.
-    os._exit(_INTERRUPTED)
+    os._exit(INTERRUPTED)
 
 
 def _end_unread() -> NoReturn:

@@ -12,7 +12,7 @@ from hpcaccum import InvalidArgumentError
 from hpcaccum.bench import options as bench_options
 from hpcaccum.bench.command import needs_mpi
 from hpcaccum.files import shipped
-from hpcaccum.option_values import add, count
+from hpcaccum.option_values import add, count, counts
 from hpcaccum.train import options as train_options
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "time limit: minutes, H:M:S or D-H:M:S (1:00:00; 30 for benchmarks)"
     add(parser, "--time", kind, text, metavar=None)
     text = "with bench: measure on each of these numbers of nodes in turn"
-    add(parser, "--sweep", _counts, text, [], "1,2,4")
+    add(parser, "--sweep", counts, text, [], "1,2,4")
     # It begins names of files, which follow options.
     text = "have only letters, digits and . _ + -, not - first"
     kind = _like(r"[\w.+][\w.+-]*", text)
@@ -121,8 +121,8 @@ def _benchmark(args: argparse.Namespace, words: list[str]) -> str:
         )
     if found.benchmark == bench_options.WIRE and min(args.sweep or [args.nodes]) == 1:
         raise InvalidArgumentError("bench wire needs at least 2 nodes")
-    counts = {"counts": map(str, args.sweep)} if args.sweep else {}
-    return _filled("bench", args, words=words, **counts)
+    nodes = {"counts": map(str, sorted(args.sweep))} if args.sweep else {}
+    return _filled("bench", args, words=words, **nodes)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -171,10 +171,6 @@ def _with_option(text: str, option: str) -> str:
 def _with_value(text: str, variable: str, value: str) -> str:
     """Return a script with the value of a variable, which has a line of its own."""
     return re.sub(rf"(?m)^{variable}=.*$", lambda _: f"{variable}={value}", text)
-
-
-def _counts(text: str) -> list[int]:
-    return sorted({count(part) for part in text.split(",")})
 
 
 def _like(pattern: str, what: str) -> Callable[[str], str]:

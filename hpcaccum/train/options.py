@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 from pathlib import Path
 
 from hpcaccum import InvalidArgumentError
 from hpcaccum import option_values as values
-from hpcaccum.errors import counted
+from hpcaccum.errors import RESTART, counted
 from hpcaccum.files import check_apart
 from hpcaccum.option_values import add, add_flag
+from hpcaccum.stopping import INTERRUPTED
 
 STRATEGIES = ("cross-shard", "sync-replicas", "drop-stale", "agn", "local-steps")
 
@@ -118,8 +117,8 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
     text += "updates count, also those of another number of ranks"
     add_flag(group, "--resume", text)
     text = "stop after a time such as 55m, as after SIGTERM or SIGUSR1 to any rank: "
-    text += f"with --save, write a checkpoint; end with status {os.EX_TEMPFAIL}. "
-    text += f"Ctrl-C does the same, with status {128 + signal.SIGINT}"
+    text += f"with --save, write a checkpoint; end with status {RESTART}. "
+    text += f"Ctrl-C does the same, with status {INTERRUPTED}"
     add(group, "--time-limit", values.time, text, None, "TIME")
 
 

@@ -6,26 +6,10 @@ import os
 import select
 from pathlib import Path
 
-import pytest
-
-from hpcaccum import InvalidArgumentError
 from hpcaccum.files import check_new, check_writable
 
 
-def test_a_file_that_exists_is_refused(tmp_path):
-    (tmp_path / "file").write_text("content")
-    (tmp_path / "link").symlink_to("file")
-
-    for name in "file", "link":
-        path = tmp_path / name
-        with pytest.raises(InvalidArgumentError) as error:
-            check_new({"--plot": None, "--json": path})
-        expected = f"--json {path}: the file exists; use --force to overwrite it"
-        assert str(error.value) == expected
-    assert (tmp_path / "file").read_text() == "content"
-
-
-def test_other_paths_are_not(tmp_path):
+def test_only_files_that_exist_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
 
     check_new({"--json": Path("/dev/null"), "--csv": tmp_path / "pipe"})
