@@ -173,15 +173,14 @@ class Memory(NamedTuple):
         needs = group.node.allgather((shared, self.private, self.device))
         shared, private, on_device = nbytes * np.sum(needs, axis=0)
         host = MPI.Get_processor_name()
-        wanted = {
-            f"/dev/shm on {host}": (shared, shutil.disk_usage("/dev/shm").free),
-            # Shared memory is memory, too.
-            f"memory on {host}": (shared + private, free_memory()),
-        }
+        wanted = {}
         if on_device:
             cupy = device.cupy()
             cupy.get_default_memory_pool().free_all_blocks()
             wanted["the device"] = on_device, cupy.cuda.Device().mem_info[0]
+        wanted[f"/dev/shm on {host}"] = shared, shutil.disk_usage("/dev/shm").free
+        # Shared memory is memory, too.
+        wanted[f"memory on {host}"] = shared + private, free_memory()
         problems = [
             f"needs {need / 2**30:.1f} GiB of {where}, {free / 2**30:.1f} GiB are free"
             for where, (need, free) in wanted.items()
