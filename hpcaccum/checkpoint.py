@@ -411,10 +411,7 @@ def _read(path: Path) -> Any:
 def _restored(value: Any, arrays: Mapping[str, Array]) -> Any:
     if isinstance(value, dict):
         if value.keys() == {_ARRAY}:
-            name = value[_ARRAY]
-            if not isinstance(name, str):
-                raise TypeError(f"{name!r} is not the name of an array")
-            return arrays[name]
+            return arrays[value[_ARRAY]]
         return {key: _restored(each, arrays) for key, each in value.items()}
     if isinstance(value, list):
         return [_restored(each, arrays) for each in value]

@@ -51,11 +51,11 @@ def check_new(outputs: Mapping[str, Path | None]) -> None:
             )
 
 
-def check_writable(option: str, path: Path) -> None:
+def check_writable(option: str, path: Path | None) -> None:
     """Raise InvalidArgumentError if a file cannot be written; do not create it."""
     with _one_line(option, path):
-        if path.is_fifo():
-            # Its reader would take this for the end.
+        # The reader of a pipe would take this for the end.
+        if path is None or path.is_fifo():
             return
         existed = path.exists()
         path.open("ab").close()
@@ -115,7 +115,7 @@ class JsonLines:
 
 
 @contextlib.contextmanager
-def _one_line(option: str, path: Path) -> Iterator[None]:
+def _one_line(option: str, path: Path | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:

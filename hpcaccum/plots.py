@@ -51,7 +51,7 @@ def make_figure(panels: int, title: str) -> tuple[Any, list[Any]]:
     columns = min(panels, 2)
     rows = -(-panels // columns)
     size = (_COLUMN * columns, _ROW * rows + 0.6)
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
     figure.suptitle(title, fontsize=9)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis in axes[:panels]:
@@ -59,11 +59,6 @@ def make_figure(panels: int, title: str) -> tuple[Any, list[Any]]:
     for axis in axes[panels:]:
         axis.set_visible(False)
     return figure, axes
-
-
-def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure; the suffix of the path selects the format."""
-    figure.savefig(path, dpi=120)
 
 
 def set_ticks(axis: Any, values: Sequence[float], text: Callable[[float], str]) -> None:

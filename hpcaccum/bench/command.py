@@ -88,8 +88,7 @@ def _check_outputs(args: argparse.Namespace, inputs: dict[str, Path]) -> None:
     if args.plot:
         check_picture(args.plot)
     for name in "--json", "--csv":
-        if (path := outputs[name]) is not None:
-            check_writable(name, path)
+        check_writable(name, outputs[name])
 
 
 def _uses_torch(args: argparse.Namespace) -> bool:

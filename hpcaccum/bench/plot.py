@@ -12,7 +12,6 @@ from hpcaccum.plots import (
     add_legend,
     group_by,
     make_figure,
-    save_figure,
     set_ticks,
 )
 
@@ -39,7 +38,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
         else:
             _times(axis, found)
         _label_bytes(axis, found)
-    save_figure(figure, path)
+    figure.savefig(path)
 
 
 def _times(axis: Any, rows: Sequence[Row]) -> None:

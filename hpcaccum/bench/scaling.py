@@ -11,7 +11,7 @@ from hpcaccum.bench.report import number_text, print_groups, size_text, time_tex
 from hpcaccum.bench.rows import read, reading
 from hpcaccum.files import json_value, read_lines
 from hpcaccum.machine import hosts_and_date
-from hpcaccum.plots import group_by, make_figure, save_figure
+from hpcaccum.plots import group_by, make_figure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -137,4 +137,4 @@ def _draw(curves: Sequence[Curve], jobs: Sequence[str], path: Path) -> None:
         axis.set_xlabel("ranks")
         axis.set_title(title)
         label_axis(axis, ranks, [str(each) for each in ranks])
-    save_figure(figure, path)
+    figure.savefig(path)

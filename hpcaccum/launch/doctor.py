@@ -38,15 +38,13 @@ from hpcaccum.launch.probes import (
     to_go_on,
 )
 from hpcaccum.mpi import abort_job, launched_ranks, slurm_plugin
-from hpcaccum.option_values import add, add_flag
+from hpcaccum.option_values import add, add_flag, positive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 # Seconds: for the start of a job, and for its end when it is asked to.
 _START, _PATIENCE = 10.0, 5.0
-# The longest limit of a probe: a day.
-_LONGEST = 86_400
 # Lines of a failed job that are shown; how jobs end, and how if nothing is wrong.
 _TAIL = 6
 # In lines that may be the cause, which an epilogue of the launcher may follow.
@@ -88,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text += "a SLURM job: srun; otherwise mpiexec with 2 ranks)"
     add(parser, "--launcher", str, text, metavar="COMMAND")
     text = "limit for each probe (60); a probe that takes longer is a problem"
-    add(parser, "--timeout", float, text, 60.0, "SECONDS")
+    add(parser, "--timeout", positive, text, 60.0, "SECONDS")
     add(parser, "--json", Path, "also write the findings as JSON", metavar="FILE")
     text = "in a job: kill the last rank at the end, to see whether the others go on; "
     text += "the job may end with a status of the launcher (without a job: always)"
@@ -104,15 +102,7 @@ def needs_mpi(args: argparse.Namespace) -> bool:
 
 def prepare(args: argparse.Namespace) -> Callable[[], int]:
     """Check the arguments; return what tries everything, and its exit status."""
-    if not 0 < args.timeout <= _LONGEST:
-        raise InvalidArgumentError(
-            f"--timeout must be more than 0 and at most {_LONGEST}, got {args.timeout}"
-        )
-
-    def check() -> None:
-        if args.json is not None:
-            check_writable("--json", args.json)
-
+    check = functools.partial(check_writable, "--json", args.json)
     if needs_mpi(args):
         group = group_of()
         # Rank 0 writes it.

@@ -264,7 +264,7 @@ def draw(found: Sequence[Prediction], title: str, path: Path) -> None:
     text = f"share of gradients with this lag or a larger one, {sizes[-1]} ranks"
     lags.set(xlabel="lag in updates", title=text, ylim=(0, 1.05))
     plots.add_legend(lags)
-    plots.save_figure(figure, path)
+    figure.savefig(path)
 
 
 def _name(each: Prediction) -> str:

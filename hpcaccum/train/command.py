@@ -54,7 +54,7 @@ def prepare(args: argparse.Namespace) -> Callable[[], int]:
 
 def _open_files(options: Options, rank: int) -> JsonLines:
     """Open the log, which only the reporting rank writes; check other outputs."""
-    if rank == 0 and options.trace is not None:
+    if rank == 0:
         check_writable("--trace", options.trace)
     if rank != options.reporter:
         return JsonLines("--log", None)

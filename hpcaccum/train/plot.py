@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.plots import COLORS, make_figure, save_figure
+from hpcaccum.plots import COLORS, make_figure
 from hpcaccum.train.options import STRATEGIES
 from hpcaccum.train.report import LAG_NAMES
 
@@ -26,7 +26,7 @@ def draw(results: Sequence[Result], title: str, path: Path) -> None:
     figure, axes = make_figure(4, title)
     for axis, draw_panel in zip(axes, (_accuracy, _loss, _lags, _ranks), strict=True):
         draw_panel(axis, results)
-    save_figure(figure, path)
+    figure.savefig(path)
 
 
 def _over_time(axis: Any, results: Sequence[Result]) -> None:

@@ -243,8 +243,8 @@ def test_the_nodes_of_a_job_that_does_not_start_get_advice(
 @pytest.mark.parametrize(
     ("option", "value", "text"),
     [
-        ("--timeout", "0", "--timeout must be more than 0"),
-        ("--timeout", "inf", "at most 86400, got inf"),
+        ("--timeout", "0", "--timeout: must be more than 0, got '0'"),
+        ("--timeout", "inf", "--timeout: must be more than 0, got 'inf'"),
         ("--launcher", "'mpiexec", "--launcher 'mpiexec: No closing quotation"),
         ("--launcher", " ", "--launcher must name a command"),
     ],
