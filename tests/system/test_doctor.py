@@ -139,6 +139,15 @@ def test_a_crash_or_a_hang_is_a_finding(doctor, mpiexec, launcher, what, text):
     assert "problem  writers " in shown
 
 
+def test_what_a_job_finds_is_shown_as_it_is(doctor, mpiexec, launcher):
+    what = f'MPI4PY_RC_THREAD_LEVEL=serialized exec {mpiexec} -n 2 "$@"'
+    broken = BROKEN.format(what=what, mpiexec=mpiexec)
+    _, shown = doctor("--launcher", launcher(broken.replace("atomics", "threads")))
+
+    assert "problem  threads     less than MPI_THREAD_MULTIPLE: opt" in shown
+    assert "afterwards" not in shown
+
+
 def test_an_error_of_open_mpi_that_is_none_is_a_note(doctor, mpiexec, launcher):
     what = f'echo "Error: OSC UCX component priority set"; exec {mpiexec} -n 2 "$@"'
     broken = BROKEN.format(what=what, mpiexec=mpiexec)

@@ -71,6 +71,8 @@ def test_each_row_has_its_own_reference(compare):
 
     assert status == 0
     assert [line[-3] for line in lines] == ["Get", "copy", "-", "-", "copy", "-"]
+    # A size is shown once.
+    assert [line[0] for line in lines] == ["4", "b", "copy", "Get", "8", "copy"]
 
 
 def test_without_a_reference_in_both_files_times_are_compared(compare):

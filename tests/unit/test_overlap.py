@@ -7,7 +7,7 @@ import ctypes
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import hpcaccum as hpc
@@ -43,6 +43,8 @@ def test_what_shares_elements_is_found_exactly(pieces):
     assert found is None or (max(found), min(found)) in expected
 
 
+# One of the others begins later and ends earlier than another one.
+@example([foreign(FLAT[5:6])], [foreign(FLAT[:9]), foreign(FLAT[1:2])])
 @given(pieces=st.lists(PIECES, max_size=4), others=st.lists(PIECES, max_size=4))
 def test_no_crossing_is_missed(pieces, others):
     found = crossing(pieces, others)
