@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import stat
@@ -19,16 +20,12 @@ def check_apart(
     outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None]
 ) -> None:
     """Raise InvalidArgumentError if an output is another file of the call."""
-    seen = [(name, path) for name, path in inputs.items() if path is not None]
-    for name, path in outputs.items():
-        if path is None:
-            continue
-        for other, theirs in seen:
-            if _same(path, theirs):
-                raise InvalidArgumentError(
-                    f"{name} {path} is the same file as {other} {theirs}"
-                )
-        seen.append((name, path))
+    given = [(n, p) for n, p in {**inputs, **outputs}.items() if p is not None]
+    for (other, theirs), (name, path) in itertools.combinations(given, 2):
+        if name in outputs and _same(path, theirs):
+            raise InvalidArgumentError(
+                f"{name} {path} is the same file as {other} {theirs}"
+            )
 
 
 def _same(one: Path, other: Path) -> bool:
@@ -41,14 +38,11 @@ def _same(one: Path, other: Path) -> bool:
 def check_new(outputs: Mapping[str, Path | None]) -> None:
     """Raise InvalidArgumentError if an output would overwrite a file."""
     for name, path in outputs.items():
-        if path is None:
-            continue
         with _one_line(name, path):
-            exists = path.is_file()
-        if exists:
-            raise InvalidArgumentError(
-                f"{name} {path}: the file exists; use --force to overwrite it"
-            )
+            if path is not None and path.is_file():
+                raise InvalidArgumentError(
+                    f"{name} {path}: the file exists; use --force to overwrite it"
+                )
 
 
 def check_writable(option: str, path: Path | None) -> None:
