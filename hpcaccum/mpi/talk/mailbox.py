@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -38,8 +37,8 @@ class Mailbox:
     def __init__(self, comm: mpi4py_MPI.Intracomm, tag: int) -> None:
         self._comm, self._tag = comm, tag
         self._requests: list[Any] = []
-        # Messages that have arrived, pickled, each after its sender.
-        self._arrived: deque[tuple[int, bytes]] = deque()
+        # Messages that have arrived, each after its sender.
+        self._arrived: deque[tuple[int, Any]] = deque()
         # How many messages were sent to and received from each rank.
         self._sent = np.zeros(comm.size, np.int64)
         self._received = np.zeros_like(self._sent)
@@ -54,10 +53,9 @@ class Mailbox:
         The mailbox keeps the message until they are complete, as MPI may not copy a
         large one; if ``synchronous``, the ranks have received it then.
         """
-        data = pickle.dumps(message)
         self._requests = [each for each in self._requests if not is_complete(each)]
         begin = self._comm.issend if synchronous else self._comm.isend
-        sent = [begun(begin, data, rank, self._tag) for rank in ranks]
+        sent = [begun(begin, message, rank, self._tag) for rank in ranks]
         for rank in ranks:
             self._sent[rank] += 1
         self._requests += sent
@@ -70,8 +68,7 @@ class Mailbox:
         """
         self._fetch()
         while self._arrived:
-            source, data = self._arrived[0]
-            yield source, pickle.loads(data)
+            yield self._arrived[0]
             self._arrived.popleft()
 
     def _fetch(self) -> None:
