@@ -136,10 +136,9 @@ class DeviceAccumulator(AccumulatorOnDevice):
         arrays = self._checked("gradient", grad, self._exact)
         number = positive_weight(weight, self._sum.dtype)
         factor = self._sum.dtype.type(scale * number)
-        return self._submit(step, number, arrays, self._add, arrays, factor)
+        return self._submit(step, number, arrays, factor)
 
-    def _add(self, first: bool, arrays: dict[str, Any], factor: Any) -> None:
-        """Queue the addition of a gradient, which may be the first."""
+    def _add(self, arrays: dict[str, Any], factor: Any, first: bool) -> None:
         only = None if self._named else arrays[_ONLY]
         # A table of one array costs a little more, but converts from all dtypes.
         if only is None or accumulation_dtype(only.dtype) != self._sum.dtype:
@@ -177,13 +176,12 @@ class DeviceAccumulator(AccumulatorOnDevice):
         """
         self._check_open()
         targets = None if out is None else self._checked("out", out, (self._dtype,))
-        results = self._take(num_required, timeout, self._reduce, targets)
+        results = self._take(num_required, timeout, targets)
         if out is not None:
             return out
         return results if self._named else results[_ONLY]
 
     def _reduce(self, weight: float, targets: dict[str, Any] | None) -> dict[str, Any]:
-        """Queue the reduction; return the arrays that it writes."""
         cupy, flat, divisor = device.cupy(), None, weight if self._mean else 1.0
         if targets is None:
             flat = cupy.empty(self._layout.size, self._dtype)

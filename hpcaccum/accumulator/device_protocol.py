@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from hpcaccum import device
 from hpcaccum.accumulator.receipts import MAX_LAG, Receipt, Tally
@@ -22,8 +22,6 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.mpi import Freeable
 
 logger = logging.getLogger("hpcaccum")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -133,17 +131,11 @@ class AccumulatorOnDevice(Freeable):
         return f"step {self._state.step}, {self._state.accumulated} accumulated"
 
     def _submit(
-        self,
-        local_step: int,
-        weight: float,
-        reads: Any,
-        add: Callable[..., None],
-        *args: Any,
+        self, local_step: int, weight: float, arrays: Any, factor: Any
     ) -> Receipt:
-        """Have ``add`` queue the addition of a gradient, unless it is stale.
+        """Queue the addition of a gradient, unless it is stale.
 
-        ``add`` gets first whether the gradient is the first since the last take. The
-        arrays ``reads`` are kept until the device has read them.
+        Its arrays are kept until the device has read them.
         """
         with self._calls.hold("apply_grad"):
             self._check_here()
@@ -151,22 +143,19 @@ class AccumulatorOnDevice(Freeable):
             accepted = bool(admits(state.step, local_step))
             receipt = Receipt(accepted, local_step, state.step)
             if receipt:
-                self._in_turn(reads, add, state.accumulated == 0, *args)
+                first = state.accumulated == 0
+                self._in_turn(arrays, self._add, arrays, factor, first)
             self._state = state.after(receipt, weight)
             return receipt
 
-    def _take(
-        self,
-        num_required: Any,
-        timeout: float | None,
-        reduce: Callable[..., T],
-        *args: Any,
-    ) -> T:
-        """Wait for gradients; return what ``reduce`` returns for their weight.
+    def _add(self, arrays: Any, factor: Any, first: bool) -> None:
+        """Queue the addition of a gradient, which may be the first of a round."""
+        raise NotImplementedError
 
-        ``reduce`` queues work on the current stream, and calls `_begin_step` as soon as
-        that has taken the sum.
-        """
+    def _take(
+        self, num_required: Any, timeout: float | None, targets: Any = None
+    ) -> Any:
+        """Wait for gradients; return what `_reduce` returns for their weight."""
 
         def enough() -> bool | None:
             self._check_open()
@@ -182,7 +171,11 @@ class AccumulatorOnDevice(Freeable):
             deadline.wait(enough, missing)
             with self._calls.hold("take_grad"):
                 self._check_here()
-                return self._in_turn(None, reduce, self._state.weight, *args)
+                return self._in_turn(None, self._reduce, self._state.weight, targets)
+
+    def _reduce(self, weight: float, targets: Any) -> Any:
+        """Queue the reduction; call `_begin_step` as soon as that has the sum."""
+        raise NotImplementedError
 
     def _begin_step(self) -> None:
         """Count the step."""
@@ -190,7 +183,7 @@ class AccumulatorOnDevice(Freeable):
         step = state.step + 1
         self._state = state._replace(step=step, accumulated=0, weight=0.0)
 
-    def _in_turn(self, reads: Any, work: Callable[..., T], *args: Any) -> T:
+    def _in_turn(self, reads: Any, work: Callable[..., Any], *args: Any) -> Any:
         """Queue work on the current stream, after that of all turns before.
 
         Called within `_calls`.

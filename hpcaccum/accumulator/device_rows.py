@@ -98,18 +98,17 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
         check_device_array(f"{self._name}: indices", indices, (number,), (_INT64,))
         wanted = (number, self._width)
         check_device_array(f"{self._name}: values", values, wanted, (self._dtype,))
-        reads = indices, values
-        return self._submit(step, factor, reads, self._add, *reads, factor)
+        return self._submit(step, factor, (indices, values), factor)
 
-    def _add(self, first: bool, indices: Any, values: Any, weight: float) -> None:
-        """Queue the addition of a gradient."""
+    def _add(self, arrays: tuple[Any, Any], factor: float, first: bool) -> None:
+        indices, values = arrays
         sizes = (len(indices), self._width, self._rows)
         self._launch(
             "scatter_add_rows",
             len(indices),
             *(self._sum, self._weights, values, indices),
             *map(np.int64, sizes),
-            *(self._dtype.type(weight), self._refused),
+            *(self._dtype.type(factor), self._refused),
         )
 
     def take_grad(
@@ -136,9 +135,9 @@ class DeviceRowAccumulator(AccumulatorOnDevice):
                 is lost.
         """
         self._check_open()
-        return self._take(num_required, timeout, self._reduce)
+        return self._take(num_required, timeout)  # type: ignore[no-any-return]
 
-    def _reduce(self, weight: float) -> tuple[Any, Any]:
+    def _reduce(self, weight: float, targets: None) -> tuple[Any, Any]:
         if refused := int(self._refused.item()):
             self._refused.fill(0)
             raise InvalidArgumentError(
