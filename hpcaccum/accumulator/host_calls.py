@@ -1,15 +1,9 @@
 """Admission and takes for ranks of other nodes, by the agent of the host's node.
 
 The agent has the words on its own node, and calls the functions that a rank of its node
-calls. So a rank needs one message and its answer for an admission, and for a take
-another one when the round is reduced.
-
-A short gradient is part of the message. The agent keeps a copy, and need not ask for
-the gradient when the round is reduced. If it has all gradients of a round, and they are
-short, the answer to a take has their sum.
-
-A rank that waits for a take has the time limit, and may be interrupted. Then it has the
-agent end the take.
+calls; docs/architecture.md, "The calls", says what the messages are. A rank that waits
+for a take has the time limit, and may be interrupted. Then it has the agent end the
+take.
 """
 
 from __future__ import annotations
@@ -175,20 +169,14 @@ class FarTake:
                 raise
             if call.answer is None:
                 calls.begin("give_up")
-            # It may be closed nevertheless, or have been when the limit passed.
-            closed = self._last_answer(call)
-            if closed is None:
+            try:
+                # It may be closed nevertheless, or have been when the limit passed.
+                closed = call.result(grace(calls.what))
+            except EverybodyLeftError:
                 raise
+            except WaitTimeoutError:
+                raise error from None
         return closed  # type: ignore[no-any-return]
-
-    def _last_answer(self, call: Call) -> Any:
-        """Return the answer to a take that has been given up; None if it failed."""
-        try:
-            return call.result(grace(self._calls.what))
-        except EverybodyLeftError:
-            raise
-        except WaitTimeoutError:
-            return None
 
     def complete(self) -> None:
         """Have `leave` make room for the next round: this one is reduced."""

@@ -91,9 +91,7 @@ class Buffers:
     def pin(self) -> None:
         """Pin this rank's buffers for DMA."""
         if self._pinned is None:
-            nbytes, whole = 2 * self._stride, np.dtype(np.uint8)
-            memory = self.parts.view(Place(self._rank, 0), nbytes, whole)
-            self._pinned = device.Pinned(memory)
+            self._pinned = device.Pinned(self.parts.own)
 
     def clear(self, parity: int, size: int | None) -> None:
         """Do nothing: the first gradient of a round overwrites."""
@@ -123,11 +121,11 @@ class Buffers:
         ``joins`` returns whether it is added to what is in the buffer; slow.
         """
         for place, rows in self._rows_of(grad):
-            held, room = self._own[index], place.form.capacity
+            held, room = place.rows(self._own[index]).indices, place.form.capacity
             # Surely, if they have no row in common.
-            if place.number(held) + rows.indices.size <= room or not joins():
+            if held.size + rows.indices.size <= room or not joins():
                 continue
-            number = np.union1d(place.rows(held).indices, rows.indices).size
+            number = np.union1d(held, rows.indices).size
             if number > room:
                 raise InvalidArgumentError(
                     f"{self._label(place)}: the gradients of a rank in one round have "
@@ -201,8 +199,7 @@ class Buffers:
 
     def short(self, grad: Any) -> bytes | None:
         """Return a gradient in the dtype of buffers, if it may be sent at once."""
-        nbytes = self._capacity * self._dtype.itemsize
-        if not (self.parts.sends_short and is_short(nbytes)):
+        if not self.parts.is_sent(self._capacity * self._dtype.itemsize):
             return None
         with np.errstate(all="ignore"):
             return np.asarray(device.to_host(grad), self._dtype).tobytes()

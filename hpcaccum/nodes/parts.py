@@ -115,6 +115,11 @@ class NodeParts(Service):
         agent.add(self)
         group.allgather(None, f"{what}: memory of nodes")
 
+    @property
+    def own(self) -> Array:
+        """All bytes of this rank's part."""
+        return self._parts[self._group.rank]
+
     def is_here(self, rank: int) -> bool:
         """Whether this rank has the part of another one mapped."""
         return rank in self._parts
@@ -129,11 +134,9 @@ class NodeParts(Service):
         part = self._parts[rank] if rank in self._parts else self._kept[rank]
         return part[offset : offset + count * dtype.itemsize].view(dtype)
 
-    def short(self, place: Place, count: int, dtype: np.dtype[Any]) -> bytes | None:
-        """Return the contents of a vector if it may be sent at once."""
-        if not (self.sends_short and is_short(count * dtype.itemsize)):
-            return None
-        return self.view(place, count, dtype).tobytes()
+    def is_sent(self, nbytes: int) -> bool:
+        """Whether ranks may send vectors of this size to an agent that keeps copies."""
+        return self.sends_short and is_short(nbytes)
 
     def keep(self, place: Place, contents: bytes) -> None:
         """Keep a copy of a vector of a rank on another node; for an agent."""
@@ -191,8 +194,8 @@ class NodeParts(Service):
         copied: Collection[int],
     ) -> bytes | None:
         """Return the sum of vectors if it is short and an agent has all; else None."""
-        short = self.sends_short and is_short(count * dtype.itemsize)
-        if not (short and (here := self._all_here(places, copied))):
+        nbytes = count * dtype.itemsize
+        if not (self.is_sent(nbytes) and (here := self._all_here(places, copied))):
             return None
         return self._sum_here(here, count, dtype, 1).tobytes()
 

@@ -104,10 +104,6 @@ class RowPlace(NamedTuple):
         """Return the rows in a buffer, as views."""
         return self.form.rows(buffer[ALIGNMENT:], int(_number(buffer)))
 
-    def number(self, vector: Array) -> int:
-        """Return the number of rows in a vector."""
-        return int(_number(vector[self.begin : self.end].view(np.uint8)))
-
     def rows(self, vector: Array) -> Rows:
         """Return the rows in a vector, as views."""
         return self.read(vector[self.begin : self.end].view(np.uint8))

@@ -22,7 +22,6 @@ from hpcaccum.accumulator import (
     admits,
 )
 from hpcaccum.deadline import Deadline
-from hpcaccum.device import Pinned
 from hpcaccum.errors import EverybodyLeftError, format_ranks
 from hpcaccum.mpi import bits, number_of
 from hpcaccum.nodes import Calls, NodeParts, Place, words_of
@@ -108,16 +107,14 @@ class BoundedStalenessInbox:
             self._words, self._members, group.rank, group.size, workers
         )
         self.counters = Counters(self._words, counters, group.size)
-        self._count, self._dtype, self._what = size, np.dtype(dtype), what
+        self._dtype, self._what = np.dtype(dtype), what
         with contextlib.ExitStack() as undo:
             undo.callback(self._words.free)
             nbytes = size * self._dtype.itemsize
             self.parts = NodeParts(group, nbytes, what, takers=[root])
             undo.pop_all()
         # A view of mapped memory: a rank may use its buffer after `free`.
-        self._mine = Place(group.rank, 0)
-        self._buffer = self.parts.view(self._mine, size, self._dtype)
-        self._pinned: Pinned | None = None
+        self._buffer = self.parts.view(Place(group.rank, 0), size, self._dtype)
         # The step that the update of this rank's last gradient makes.
         self._submitted = 0
         # A call of an agent that has not answered.
@@ -164,11 +161,6 @@ class BoundedStalenessInbox:
         )
         return self._buffer
 
-    def pin(self) -> None:
-        """Pin this rank's buffer for DMA."""
-        if self._pinned is None:
-            self._pinned = Pinned(self._buffer)
-
     def submit(self, local_step: int, weight: float = 1.0) -> Receipt:
         """Submit the gradient in the buffer, unless it is stale."""
         self.membership.check_present()
@@ -185,7 +177,8 @@ class BoundedStalenessInbox:
         if self._remote is not None:
             # The answer may lead other ranks to what is in the buffer.
             self._words.sync()
-            contents = self.parts.short(self._mine, self._count, self._dtype)
+            is_sent = self.parts.is_sent(self._buffer.nbytes)
+            contents = self._buffer.tobytes() if is_sent else None
             self._unanswered = self._remote.begin(local_step, contents)
             return self._answer()
         return self._note(self._admit(self._rank, local_step))
@@ -380,8 +373,6 @@ class BoundedStalenessInbox:
 
     def free(self) -> None:
         """Free the memory. Collective."""
-        if self._pinned is not None:
-            self._pinned.free()
         self._buffer = np.empty(0, self._dtype)
         if self._calls is not None:
             self._calls.free()

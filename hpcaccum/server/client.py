@@ -306,22 +306,25 @@ class Client(Freeable):
     # device is done, so they never overlap.
 
     def _device_buffer(self) -> Transfer:
-        """Return what copies to and from the device; allocates at the first call."""
+        """Return what copies to and from the device; allocates at the first call.
+
+        The device then accesses gradients and parameters of this rank directly.
+        """
         if self._transfer is None:
             gradients = self._wire.gradients
             self._transfer = Transfer(gradients, gradients.dtype, gradients.dtype)
+            self._transfer.pin(self._inbox.parts.own)
+            self._transfer.pin(self._publisher.copies.memory)
         self._transfer.check_device()
         return self._transfer
 
     def _send(self, grads: Mapping[str, Any], buffer: Array) -> None:
         """Copy gradients from the device to a buffer; overwrites all of the buffer."""
-        self._inbox.pin()
         for event in self._device_buffer().send(grads, buffer):
             event.synchronize()
 
     def _fetch_to(self, into: Mapping[str, Any]) -> Callable[[Array], None]:
         """Return a function that copies a vector of parameters to device arrays."""
-        self._publisher.copies.pin()
         buffer, whole = self._device_buffer(), slice(0, self._wire.parameters.size)
 
         def copy(flat: Array) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcaccum.device import Pinned
 from hpcaccum.layout import ALIGNMENT
 from hpcaccum.mpi import AtomicWords, memory_of_rank
 
@@ -50,7 +49,10 @@ def writer_inside(group: Group, root: int) -> tuple[Group, int]:
 
 
 class DoubleBuffer:
-    """A vector on the root of a node, with a version that increases. Collective."""
+    """A vector on the root of a node, with a version that increases. Collective.
+
+    Its ``memory`` has both copies.
+    """
 
     def __init__(self, group: Group, root: int, size: int, dtype: Any) -> None:
         self.size, self.dtype = size, np.dtype(dtype)
@@ -62,16 +64,10 @@ class DoubleBuffer:
             if group.rank == root:
                 # No rank has the memory before all are here.
                 self._words.write(_NEWEST, -2)
-            self._memory = memory_of_rank(group, root, max(1, 2 * stride))
+            self.memory = memory_of_rank(group, root, max(1, 2 * stride))
             undo.pop_all()
-        pieces = [self._memory[at : at + used] for at in (0, stride)]
+        pieces = [self.memory[at : at + used] for at in (0, stride)]
         self._copies: list[Array] = [piece.view(self.dtype) for piece in pieces]
-        self._pinned: Pinned | None = None
-
-    def pin(self) -> None:
-        """Pin the memory that `read` passes on."""
-        if self._pinned is None:
-            self._pinned = Pinned(self._memory)
 
     def version(self) -> int:
         """Return the version of the newest complete copy; -1 if there is none."""
@@ -130,7 +126,5 @@ class DoubleBuffer:
 
     def free(self) -> None:
         """Free the memory. Collective."""
-        if self._pinned is not None:
-            self._pinned.free()
-        self._memory, self._copies = np.empty(0, np.uint8), []
+        self.memory, self._copies = np.empty(0, np.uint8), []
         self._words.free()

@@ -120,6 +120,7 @@ class UpdateLoop(Loop):
         center: What this rank has of it.
         update: Changes the center. Gets gradients by name, arrays or `IndexedSlices`;
             and a learning rate, or None for the optimizer's own.
+        kept: What `assign` will assign.
     """
 
     update: Update
@@ -135,7 +136,7 @@ class UpdateLoop(Loop):
     ) -> None:
         super().__init__(inbox, lock, what)
         self.center, self._publisher, self._node_update = center, publisher, node_update
-        self._kept: Mapping[str, Array] = {}
+        self.kept: Mapping[str, Array] = {}
 
     def set_step(self, step: int) -> None:
         """Publish the center as that of a step, before any rank pushes or pulls."""
@@ -173,10 +174,6 @@ class UpdateLoop(Loop):
         what = f"{self._what}: update {batch.step + 1}"
         return self._node_update.apply(batch, flat, what)
 
-    def keep(self, values: Mapping[str, Array]) -> None:
-        """Keep what will be assigned."""
-        self._kept = values
-
     def assign(self, deadline: Deadline) -> int:
         """Assign the values that were kept; return their version."""
         version = self._publisher.newest_version() + 1
@@ -185,8 +182,8 @@ class UpdateLoop(Loop):
 
     def publish_kept(self, version: int) -> None:
         """Set the center to what was kept, and publish it as a version."""
-        self.center.assign(self._kept)
-        self._kept = {}
+        self.center.assign(self.kept)
+        self.kept = {}
         self._publish(version)
 
 

@@ -72,10 +72,6 @@ class QuorumInbox(SharedAccumulator):
         """Set the step."""
         self.protocol.set_step(step)
 
-    def pin(self) -> None:
-        """Pin this rank's buffers, so that the CUDA device copies to them directly."""
-        self._buffers.pin()
-
     def buffer(self, known: int = 0) -> Array:
         """Return the memory for this rank's next gradient.
 

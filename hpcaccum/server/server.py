@@ -59,6 +59,11 @@ class ParameterServer(Client):
         only_serves: Whether this rank serves and does not train.
     """
 
+    # On servers: what updates the center, or a part of it; what is run, which orders
+    # these updates on the root of several servers.
+    _updates: UpdateLoop
+    _loop: Loop
+
     def __init__(
         self,
         setup: ServerSetup,
@@ -86,15 +91,12 @@ class ParameterServer(Client):
         self.only_serves = self._dedicated and self.is_server
         if self._dedicated:
             self._inbox.membership.exclude(self._servers)
-        # What this rank does as a server: it updates the center, or its part. If there
-        # are several, the root orders these updates.
-        self._updates: UpdateLoop | None = None
+        # On the root of several servers.
         self._ordering: OrderLoop | None = None
         if self.is_root:
             self._inbox.set_global_step(step)
         if self.is_server:
             self._make_loops()
-        self._loop: Loop | None = self._ordering or self._updates
         self._register(group, group.label(what))
         # No rank pulls before the center is published, and has come to its node.
         first = Deadline(None, f"{what}: first parameters")
@@ -119,6 +121,7 @@ class ParameterServer(Client):
                     self._inbox, self._update_lock, what, orders, loop
                 )
                 self._ordering.set_step(step)
+        self._loop = self._ordering or loop
 
     def _make_center(self) -> Center:
         """Return what this server has, in memory of the node if its ranks can help."""
@@ -141,7 +144,7 @@ class ParameterServer(Client):
         """Name to array: what a server holds; after `free`, all, on every rank."""
         if self._final is not None:
             return self._final.center
-        return {} if self._updates is None else self._updates.center.arrays
+        return self._updates.center.arrays if self.is_server else {}
 
     @property
     def slots(self) -> dict[str, dict[str, Array]] | None:
@@ -169,8 +172,6 @@ class ParameterServer(Client):
 
         For the arguments see `UpdateLoop`, `OrderLoop` and `Orders`.
         """
-        assert self._loop is not None
-        assert self._updates is not None
         self._updates.update = update
         if self._orders is not None:
             self._orders.answer = answer
@@ -196,7 +197,6 @@ class ParameterServer(Client):
         raise InvalidArgumentError(f"{self._what}: {why}")
 
     def _serve(self, after_update: Callable[[int], object] | None = None) -> None:
-        assert self._loop is not None
         if self.is_root:
             self._loop.after_update = after_update
         self._loop.run()
@@ -248,17 +248,16 @@ class ParameterServer(Client):
         The step, the slots, the tally and all gradients stay.
         """
         call, failure, version = f"{self._what}: assign", None, -1
-        if self._updates is not None:
+        if self.is_server:
             own = None if self._orders is None else self._orders.own
             if own is not None:
                 values = {name: own.piece(name, values[name]) for name in own.within}
-            self._updates.keep(values)
+            self._updates.kept = values
         # No server may get the order before it has the values.
         self._group.allgather(None, call)
         try:
             if self.is_root:
                 with self.paused():
-                    assert self._loop is not None
                     version = self._loop.assign(Deadline(None, call))
         except Exception as error:
             failure = error
@@ -274,7 +273,6 @@ class ParameterServer(Client):
         """End what `suspend` has begun, before all ranks meet."""
         self._inbox.membership.come_back()
         if self.only_serves and self._served:
-            assert self._loop is not None
             self._loop.come_back()
             if self._orders is not None:
                 self._orders.come_back()
@@ -397,14 +395,14 @@ class ParameterServer(Client):
         self._finish()
         # From now on nothing reads the shared memory.
         self._final = self._read_state()
-        if self._updates is not None:
+        if self.is_server:
             del self._updates.center
 
     def _end_updates(self, call: str) -> None:
         """Wait for the last update, which all ranks pull; fail on all ranks or none."""
         failure, deadline = None, Deadline(None, call)
         try:
-            if self._loop is not None:
+            if self.is_server:
                 self._loop.end(deadline)
         except WaitTimeoutError as error:
             failure = error

@@ -82,6 +82,8 @@ class Heartbeat:
         self._group, self._place, self._lose = group, place, lose
         facts = group.facts
         self._limit = facts[group.rank].limit
+        # Seconds without a message that a warning reports.
+        self._patience = min(FIRST_WARNING, self._limit / 2)
         self._processes = [each.process for each in facts]
         # Without them no rank sends anything; processes that end are found.
         self._talks = all(each.threads for each in facts)
@@ -193,11 +195,6 @@ class Heartbeat:
 
     def _is_here(self, rank: int) -> bool:
         return rank not in self._lost and not self._leaves(rank)
-
-    @property
-    def _patience(self) -> float:
-        """Seconds without a message that a warning reports."""
-        return min(FIRST_WARNING, self._limit / 2)
 
     def _decides(self) -> bool:
         """Whether this rank decides which ranks are lost: the first one that can."""

@@ -212,7 +212,8 @@ class Objects:
     def _lose(self, found: dict[int, str]) -> None:
         """Note that ranks are lost; called by the thread of the heartbeat."""
         group, objects = self._group, list(self._open)
-        group.dead |= {r for r in group.mates & found.keys() if not group.exists(r)}
+        seen = group.mates & found.keys()
+        group.dead |= {r for r in seen if not group.facts[r].process.exists()}
         with group.control.lock:
             group.lost |= found
         shutdown.note_loss()

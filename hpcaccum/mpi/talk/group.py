@@ -148,10 +148,6 @@ class Group:
         """Whether this rank sees whether the processes of all others exist."""
         return len(self.mates) == self.size - 1
 
-    def exists(self, rank: int) -> bool:
-        """Whether the process of one of the `mates` exists."""
-        return self.facts[rank].process.exists()
-
     def gather_present(self, value: T, what: str) -> dict[int, T]:
         """Return the values of all ranks that are not lost, by rank. Collective."""
         with contextlib.suppress(LostRankError):

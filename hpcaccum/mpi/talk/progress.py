@@ -90,16 +90,14 @@ class Progress:
         For one thread at a time.
         """
         longest = nap_after(idle)
-        if self._data_arrive():
+        # Nothing is freed meanwhile.
+        with self._lock:
+            data_arrive = any(arrives() for arrives in self._arrivals)
+        if data_arrive:
             return min(longest, MOVING_NAP)
         if longest <= _NAP:
             return longest
         return min(longest, max(_NAP, nap_after(self._unchanged())))
-
-    def _data_arrive(self) -> bool:
-        # Nothing is freed meanwhile.
-        with self._lock:
-            return any(arrives() for arrives in self._arrivals)
 
     def _unchanged(self) -> float:
         """Return for how many seconds no change has been seen."""
