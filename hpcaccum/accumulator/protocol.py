@@ -1,18 +1,10 @@
 """The admission protocol: which round a gradient joins, and when a round closes.
 
 The rules are in docs/architecture.md, "The protocol"; tests/model/accumulator.pml is
-their model. No lock is held while a gradient is copied. A compare-and-swap of one word,
-STATE, admits a gradient to a round; the payload is copied afterwards. Each rank has a
-record per round, of the gradients that have arrived, and a word for its intent. Rounds
-alternate between two parities: while one is being reduced, the other is open. A take
-clears the records of a parity before it passes its turn on, hence before that parity
-can be opened again.
-
-All words are on the node of the host, and are changed by its ranks only. For a rank of
-another node, the agent of that node does what the rank would do: see `host_calls`.
-
-`AdmissionProtocol` has the words and what writers do with them; `take` has what takes
-do.
+their model. All words are on the node of the host, and are changed by its ranks only.
+For a rank of another node, the agent of that node does what the rank would do: see
+`host_calls`. `AdmissionProtocol` has the words and what writers do with them; `take`
+has what takes do.
 """
 
 from __future__ import annotations

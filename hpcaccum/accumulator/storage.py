@@ -48,13 +48,8 @@ class Buffers:
 
     A vector may have places of rows at its end. If a rank has several gradients in a
     round, its buffer has their sum, each multiplied by its weight: rows are added by
-    their indices, all other elements one by one. A single one is multiplied while it is
-    copied, which costs no time. If it is in place, has rows, or came in a message, the
-    sum multiplies it.
-
-    The sum of all ranks is formed at the take: in rank order on each node, then in the
-    order of the nodes. The same gradients give the same bits in any order of arrival.
-    What takes rows adds those of different ranks.
+    their indices, all other elements one by one. `Record` says when a single one is
+    multiplied. The take adds the buffers of all ranks; what takes rows adds rows.
 
     ``size`` is the number of elements of a buffer, by default of the longest gradient.
 

@@ -25,7 +25,7 @@ from hpcaccum.server.wire_format import WireFormat
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from hpcaccum.dtypes import Array
     from hpcaccum.rows import Rows
@@ -177,17 +177,18 @@ class Client(Freeable):
     ) -> tuple[int, dict[str, int]]:
         """Copy the newest parameters; return their step and what `Copier.read` does."""
         deadline = Deadline(None, f"{self._what}: pull")
-        copies, has = self._publisher.copies, dict[str, int]()
+        copies = self._publisher.copies
         if copies.version() < at_least:
             self._wait_for(at_least, deadline)
-        if on_device:
-            return step_of(copies.read(self._fetch_to(into), deadline)), has
 
-        def copy(flat: Array) -> None:
-            nonlocal has
-            has = self._copier.read(flat, into, since)
+        def copy(flat: Array) -> dict[str, int]:
+            if not on_device:
+                return self._copier.read(flat, into, since)
+            self._fetch(flat, into)
+            return {}
 
-        return step_of(copies.read(copy, deadline)), has
+        version, has = copies.read(copy, deadline)
+        return step_of(version), has
 
     def _wait_for(self, version: int, deadline: Deadline) -> None:
         # What is made already comes to this node also during a pause.
@@ -323,16 +324,12 @@ class Client(Freeable):
         for event in self._device_buffer().send(grads, buffer):
             event.synchronize()
 
-    def _fetch_to(self, into: Mapping[str, Any]) -> Callable[[Array], None]:
-        """Return a function that copies a vector of parameters to device arrays."""
-        buffer, whole = self._device_buffer(), slice(0, self._wire.parameters.size)
-
-        def copy(flat: Array) -> None:
-            buffer.fetch(flat, whole)
-            buffer.deliver(into)
-            buffer.settle()
-
-        return copy
+    def _fetch(self, flat: Array, into: Mapping[str, Any]) -> None:
+        """Copy a vector of parameters to arrays on the device."""
+        buffer = self._device_buffer()
+        buffer.fetch(flat, slice(0, self._wire.parameters.size))
+        buffer.deliver(into)
+        buffer.settle()
 
     def _free(self) -> None:
         self._lent = None

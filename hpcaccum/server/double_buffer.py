@@ -1,16 +1,12 @@
 """Parameters that one rank publishes and its node reads, never half an update.
 
-There are two copies, and a word for each with the version that it holds. The publisher
-sets the word of the older copy to the new version, writes it, then sets a third
-word, which says that it is complete and which one it is. A reader copies the newest
-complete one. Then it checks whether the publisher has begun to overwrite it; if so, it
-reads again.
+Rule 10 of docs/architecture.md, "The protocol", says how.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -23,6 +19,8 @@ if TYPE_CHECKING:
     from hpcaccum.deadline import Deadline
     from hpcaccum.dtypes import Array
     from hpcaccum.mpi import Group
+
+T = TypeVar("T")
 
 # A version is a step, and in these bits how often values have been assigned to it.
 _ASSIGNED_BITS = 20
@@ -102,13 +100,13 @@ class DoubleBuffer:
         """Return the memory of a copy, 0 or 1."""
         return self._copies[copy]
 
-    def read(self, use: Callable[[Array], None], deadline: Deadline) -> int:
-        """Let ``use`` copy what is newest; return its version."""
+    def read(self, use: Callable[[Array], T], deadline: Deadline) -> tuple[int, T]:
+        """Let ``use`` copy what is newest; return its version, and what it returns."""
 
-        def read() -> int | None:
+        def read() -> tuple[int, T] | None:
             version, copy = self.newest()
-            use(self.copy(copy))
-            return version if self.has_kept(version, copy) else None
+            found = use(self.copy(copy))
+            return (version, found) if self.has_kept(version, copy) else None
 
         missing = "a copy that no two updates of the parameters overtake"
         return deadline.wait(read, lambda: missing)

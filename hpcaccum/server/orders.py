@@ -1,14 +1,9 @@
 """Orders of the root to several servers, and how they and gradients travel.
 
-The root decides which gradients make each update, and its agent sends an order to the
-agents of all nodes concerned. The agent of a node adds the gradients of its ranks and
-sends each server its part of the sum. The agent of a server adds these sums, and the
-server updates its part. An order also lists the nodes that wait for the new parameters,
-and every server sends them its part. Servers carry out orders one after the other, so
-all parts that a node gets are of one version.
-
-The root may order a few steps before the first of them is made. Their gradients then
-travel at the same time.
+The second table of docs/architecture.md, "A push and its update, on two nodes", follows
+one. Servers carry out orders one after the other, so all parts that a node gets are of
+one version. The root may order a few steps before the first of them is made; their
+gradients then travel at the same time.
 """
 
 from __future__ import annotations

@@ -2,21 +2,16 @@
 
 Each server publishes its part; a single server has all. Every node has a copy of all
 parts, in a `DoubleBuffer`. The ranks on the node of a single server read what it
-publishes; other nodes get it from its agent.
-
-A rank that waits for a version asks its own agent, which asks the root's, once however
-many ranks wait, unless the root knows that they do. When there is such a version, the
-agent of each server sends its part. A single server sends what is the newest by then.
-Several servers send what was ordered, so that all parts that a node gets are of one
-version.
+publishes; other nodes get it from its agent: the newest by then. Several servers send
+what was ordered, so that all parts that a node gets are of one version.
 
 What is published, sent and asked for are versions: a step has another one for each time
 that values are assigned between two updates.
 
 Requests to agents:
 
-fetch: A rank asks its own agent for a version.
-want: The agent of a node asks the root's agent for it.
+fetch: A rank asks its own agent for a version, unless the root knows that it waits.
+want: The agent of a node asks the root's agent for it, once however many ranks wait.
 published: The root says that there is a new version, and which nodes wait for it.
 take: The agent of the single server sends a version to the agent of a node.
 send, expect: With several servers, the root's agent has their agents send their parts,
