@@ -38,7 +38,7 @@ from hpcaccum.mpi.memory.region import Region
 from hpcaccum.mpi.memory.windows import memory_barrier
 from hpcaccum.mpi.talk.creation import duplicate, split
 from hpcaccum.mpi.talk.group import Group
-from hpcaccum.mpi.talk.mailbox import Mailbox, Tag
+from hpcaccum.mpi.talk.mailbox import Tag
 from hpcaccum.mpi.talk.progress import short_switch_interval
 from hpcaccum.mpi.talk.requests import begun, complete, is_complete, keep, receive
 
@@ -48,7 +48,6 @@ __all__ = [
     "AtomicWords",
     "Freeable",
     "Group",
-    "Mailbox",
     "NodeMemory",
     "Objects",
     "Region",

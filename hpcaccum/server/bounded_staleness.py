@@ -131,11 +131,6 @@ class BoundedStalenessInbox:
         """The number of gradients admitted so far, plus the first step."""
         return self._words.read(_STEP)
 
-    @property
-    def applied(self) -> int:
-        """The number of gradients applied so far, plus the first step."""
-        return self._words.read(_APPLIED)
-
     def set_global_step(self, step: int, /) -> None:
         """Set the step of the first update; the root only, before any admission."""
         self.note_applied(step)
@@ -156,7 +151,7 @@ class BoundedStalenessInbox:
         self._settle()
         step, root = self._submitted, self._words.root
         Deadline(None, f"{self._what}: slot").wait(
-            lambda: known >= step or self.applied >= step or None,
+            lambda: known >= step or self._words.read(_APPLIED) >= step or None,
             lambda: f"update {step}, this rank's last, by rank {root}",
         )
         return self._buffer

@@ -168,7 +168,10 @@ class Messages:
             if (found.version, found.since) == (version, since):
                 return found
         self._reading = True
-        message = self._copier.message(since, self._spare())
+        spare = next((each for each in self._kept if not each.users), None)
+        if spare is not None:
+            self._kept.remove(spare)
+        message = self._copier.message(since, spare.data if spare else None)
         yield from message.reading(self._own.copy(copy))
         while not self._own.has_kept(version, copy):
             yield False
@@ -178,13 +181,6 @@ class Messages:
         message.complete(version)
         self._kept.append(message)
         return message
-
-    def _spare(self) -> Array | None:
-        for each in self._kept:
-            if not each.users:
-                self._kept.remove(each)
-                return each.data
-        return None
 
     def clear(self) -> None:
         """Free their memory."""

@@ -150,7 +150,8 @@ def _opened(group: Group, nbytes: int) -> Iterator[int]:
                 Path(path).unlink(missing_ok=True)
         yield files[0]
     finally:
-        _close(files)
+        for file in files:
+            os.close(file)
 
 
 def _checked(path: str, file: int) -> tuple[int, ...]:
@@ -164,11 +165,6 @@ def _checked(path: str, file: int) -> tuple[int, ...]:
             path,
         )
     return state.st_dev, state.st_ino, state.st_size
-
-
-def _close(files: list[int]) -> None:
-    for file in files:
-        os.close(file)
 
 
 def _together(group: Group, nbytes: int, step: Callable[[], Any]) -> list[Any]:

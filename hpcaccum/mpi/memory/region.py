@@ -44,20 +44,22 @@ class Region:
         # Where the words of the ranks begin.
         self._words = nbytes
         self._window: Any = allocate(group, root, nbytes + 8 * group.size, 1)
-        self._memory = self._map(group) if self.direct else np.empty(0, np.uint8)
+        self._memory = np.empty(0, np.uint8)
+        if self.direct:
+            memory = self._window.tomemory()
+            if group.single_node:
+                memory = self._window.Shared_query(root)[0]
+            # The array does not keep the window's memory alive.
+            self._memory = np.frombuffer(memory, np.uint8)
         # The thread reads them again and again: NumPy would take ten times as long.
         self._announced: memoryview = self._memory[self._words :].data
         self._none = bytes(self._announced.nbytes)
         self._end_arrivals: Callable[[], None] | None = None
         if group.rank == root and not group.single_node:
-            self._end_arrivals = group.progress.expect(self.is_added_to)
-
-    def _map(self, group: Group) -> Array:
-        memory = self._window.tomemory()
-        if group.single_node:
-            memory = self._window.Shared_query(self._root)[0]
-        # The array does not keep the window's memory alive.
-        return np.frombuffer(memory, np.uint8)
+            # Whether a rank of another node adds a long vector.
+            self._end_arrivals = group.progress.expect(
+                lambda: bytes(self._announced) != self._none
+            )
 
     def view(self, offset: int, count: int, dtype: np.dtype[Any]) -> Array:
         """Return elements as a view, which must not outlive it; only if `direct`."""
@@ -66,10 +68,6 @@ class Region:
     def sync(self) -> None:
         """Order this rank's plain loads and stores with Put and Get of other ranks."""
         self._window.Sync()
-
-    def is_added_to(self) -> bool:
-        """Whether a rank of another node adds a long vector; on the root only."""
-        return bytes(self._announced) != self._none
 
     def put(self, offset: int, data: Array) -> None:
         """Write a contiguous vector; complete on return."""

@@ -441,28 +441,21 @@ class ControlChannel:
     # Messages
 
     def _receive_all(self) -> None:
+        """Store the messages that have arrived, and discard what they supersede."""
         for source, message in self.mailbox.receive():
-            self._note(source, message)
-
-    def _note(self, source: int, message: Any) -> None:
-        """Store a message, and discard what it supersedes."""
-        if isinstance(message, Answer):
-            self._answer = message
-        elif isinstance(message, Failure):
-            self._failures[message.number] = message
-            self._lost |= dict.fromkeys(message.tracks, message)
-        else:
-            self._note_place(source, message)
-
-    def _note_place(self, source: int, message: Call | Report | GaveUp) -> None:
-        self._reports.pop(source, None)
-        if isinstance(message, Report):
-            self._reports[source] = message
-            self._arrivals.setdefault(message.track, {})[source] = message.number
-        elif isinstance(message, GaveUp):
-            self._gave_up[source] = message
-        elif message.number > self._ended:
-            self._calls[source] = message
+            self._reports.pop(source, None)
+            if isinstance(message, Answer):
+                self._answer = message
+            elif isinstance(message, Failure):
+                self._failures[message.number] = message
+                self._lost |= dict.fromkeys(message.tracks, message)
+            elif isinstance(message, Report):
+                self._reports[source] = message
+                self._arrivals.setdefault(message.track, {})[source] = message.number
+            elif isinstance(message, GaveUp):
+                self._gave_up[source] = message
+            elif message.number > self._ended:
+                self._calls[source] = message
 
 
 def _late(deadline: Deadline, patience: float) -> bool:
