@@ -70,7 +70,8 @@ class Heartbeat:
     """The heartbeat of a group; an earlier one has been stopped. Collective.
 
     ``place`` returns where this rank is; any thread may call it. ``lose`` is called
-    with ranks that are lost, and with why; later again without any.
+    with ranks that are lost, and with why, and adds them to those of the group; later
+    again without any.
     """
 
     def __init__(
@@ -93,7 +94,6 @@ class Heartbeat:
         self._mates = group.mates
         # When it was seen that a process had ended.
         self._dead: dict[int, float] = {}
-        self._lost: dict[int, str] = {}
         self._mailbox = Mailbox(group.comm, Tag.HEARTBEAT)
         self._sent = -math.inf
         # Whether the other ranks have been told that no more messages come.
@@ -125,7 +125,7 @@ class Heartbeat:
             self._send(leaves=True)
             # `drain` counts what has been sent: nothing may be sent afterwards.
             self._left = True
-        if not self._lost:
+        if not self._group.lost:
             self._mailbox.drain()
 
     def look(self) -> None:
@@ -138,7 +138,7 @@ class Heartbeat:
             self._sent = now
             self._send()
         self._check(now)
-        if self._lost:
+        if self._group.lost:
             # By now this rank may wait in MPI for them.
             self._lose({})
 
@@ -159,10 +159,10 @@ class Heartbeat:
             self._note_lost(beat.lost)
 
     def _send(self, *, leaves: bool = False) -> None:
-        lost = self._lost if self._decides() else {}
+        lost = self._group.lost if self._decides() else {}
         beat = _Beat(self._place()[:_LENGTH], leaves, frozenset(self._dead), lost)
         listening = [r for r, peer in self._peers.items() if leaves or not peer.leaves]
-        if self._lost and self._decides():
+        if self._group.lost and self._decides():
             listening = list(range(self._group.size))
         gone = {*self._dead, self._group.rank}
         self._mailbox.send([rank for rank in listening if rank not in gone], beat)
@@ -194,7 +194,7 @@ class Heartbeat:
         self._warn([rank for rank in late if not self._peers[rank].warned])
 
     def _is_here(self, rank: int) -> bool:
-        return rank not in self._lost and not self._leaves(rank)
+        return rank not in self._group.lost and not self._leaves(rank)
 
     def _decides(self) -> bool:
         """Whether this rank decides which ranks are lost: the first one that can."""
@@ -214,9 +214,8 @@ class Heartbeat:
         self._send()
 
     def _note_lost(self, found: dict[int, str]) -> None:
-        new = {rank: text for rank, text in found.items() if rank not in self._lost}
-        if new:
-            self._lost |= new
+        known = self._group.lost
+        if new := {rank: text for rank, text in found.items() if rank not in known}:
             self._lose(new)
 
     def _warn(self, ranks: Collection[int]) -> None:
