@@ -245,7 +245,7 @@ class NodeUpdate:
         mean = [*batch.places], batch.divisor, batch.factor
         data = pickle.dumps((self._copies.writing, mean, [*map(float, numbers)]))
         self._update[: len(data)] = np.frombuffer(data, np.uint8)
-        self._words.store(_DONE, [0])
+        self._words.write(_DONE, 0)
         # Last: from now on other ranks take pieces. No store, as they change the word
         # also while they find that none are left.
         number = ((self._words.read(_NEXT) >> _BITS) + 1) % _NUMBERED
@@ -282,7 +282,7 @@ class NodeUpdate:
         words, (worker, scratch) = self._words, self._workers.pop()
         busy = self._busy + _APART * worker
         # Before it takes a piece, so that the root knows who may have one.
-        words.store(busy, [1])
+        words.write(busy, 1)
         # No warning: an overflow shows up as inf in the result.
         with np.errstate(all="ignore"):
             while (word := words.fetch_add(_NEXT, 1)) & _PIECE < self._pieces:
@@ -292,7 +292,7 @@ class NodeUpdate:
                 for chunk in self._saving(word & _PIECE, number, worker):
                     self._work_on_chunk(chunk, update, scratch)
                 words.fetch_add(_DONE, 1)
-        words.store(busy, [0])
+        words.write(busy, 0)
         self._workers.append((worker, scratch))
 
     def _chunks(self, piece: int) -> list[slice]:
@@ -307,9 +307,9 @@ class NodeUpdate:
             saved = self._saved[worker, count & 1]
             for slot, values in zip(self._slots, saved, strict=True):
                 values[: chunk.stop - chunk.start] = slot[chunk]
-            self._words.store(place, [tag | count])
+            self._words.write(place, tag | count)
             yield chunk
-        self._words.store(place, [tag | _ALL_DONE])
+        self._words.write(place, tag | _ALL_DONE)
 
     def _work_on_chunk(self, chunk: slice, update: _Update, scratch: Array) -> None:
         value = self._center[chunk]
