@@ -90,7 +90,7 @@ class Take:
             if self.closed is None or self.closed.count or self._empty:
                 return self.closed
             # All of it was lost.
-            self._end(self.closed)
+            self.complete()
             self._closing = self.closed = None
         return None
 
@@ -132,11 +132,22 @@ class Take:
         return deadline if self._at_least is None else Deadline(_WRITING, deadline.what)
 
     def complete(self) -> None:
-        """Make room for the next round, when this one is reduced."""
-        assert self.closed is not None
+        """Make room for the next round, when this one is reduced, or lost."""
+        protocol, closed = self._protocol, self.closed
+        assert closed is not None
+        step, number = closed.step, closed.number
         # Another take may have completed this one.
-        self._protocol.membership.check_counts(self._rank)
-        self._end(self.closed)
+        protocol.membership.check_counts(self._rank)
+        # From now on no other take reduces it.
+        protocol.put_closing(State(step, 0, closed.parity, 1, number))
+        if closed.count < number:
+            protocol.add_lost(number - closed.count)
+        if not (closed.count or self._empty):
+            # Another round gets its step, unless the step was set since.
+            while (state := protocol.state()).step == step + 1:
+                if protocol.swap(state, state._replace(step=step)):
+                    break
+        self._clear(closed)
 
     def leave(self, *, withdraws: bool = True) -> None:
         """Pass the turn on, or leave the line; first withdraw a request."""
@@ -254,19 +265,6 @@ class Take:
         divisor = weight if full and self._protocol.mean else 1.0
         of_round = self._protocol.shapes.shape(shape) if full else ()
         return Closed(step, parity, number, count, weight, divisor, of_round, full)
-
-    def _end(self, closed: Closed) -> None:
-        """Have no other take reduce a round, and make room for the next one."""
-        protocol, step, number = self._protocol, closed.step, closed.number
-        protocol.put_closing(State(step, 0, closed.parity, 1, number))
-        if closed.count < number:
-            protocol.add_lost(number - closed.count)
-        if not (closed.count or self._empty):
-            # Another round gets its step, unless the step was set since.
-            while (state := protocol.state()).step == step + 1:
-                if protocol.swap(state, state._replace(step=step)):
-                    break
-        self._clear(closed)
 
     def _clear(self, closed: Closed) -> None:
         """Make room for the next round of this parity."""
