@@ -19,6 +19,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hpcaccum.deadline import EAGER, Deadline, Wake
 from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError, plural
 from hpcaccum.mpi import (
@@ -333,7 +335,8 @@ class Agent:
 
     def _run(self) -> None:
         last = time.monotonic()
-        with short_switch_interval():
+        # No warning: an overflow of a sum shows up as inf in the result.
+        with short_switch_interval(), np.errstate(all="ignore"):
             while not self._stopped:
                 busy, idle = self._look(), time.monotonic() - last
                 if not busy and idle < EAGER:

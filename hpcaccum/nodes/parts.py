@@ -207,8 +207,8 @@ class NodeParts(Service):
         divisor: float,
     ) -> Array:
         whole, out = [slice(0, count)], np.empty(count, dtype)
-        sums = [self._sum_of(there, whole, np.empty_like(out)) for there in nodes]
         with np.errstate(all="ignore"):
+            sums = [self._sum_of(there, whole, np.empty_like(out)) for there in nodes]
             add_in_order(sums, out, divisor)
         return out
 
@@ -222,8 +222,7 @@ class NodeParts(Service):
         for each in piece:
             parts = [vector[each] for vector in vectors]
             end = begin + parts[0].size
-            with np.errstate(all="ignore"):
-                add_in_order(parts, total[begin:end], factors=factors)
+            add_in_order(parts, total[begin:end], factors=factors)
             begin = end
         return total
 
@@ -332,9 +331,7 @@ class NodeParts(Service):
                 arrived = {n: unpack(data, piece) for n, data in arrived.items()}
             parts |= arrived
             end = position + length(piece)
-            with np.errstate(all="ignore"):
-                vectors = [parts[node] for node in nodes]
-                add_in_order(vectors, out[position:end], divisor)
+            add_in_order([parts[node] for node in nodes], out[position:end], divisor)
             position = end
             for each in incoming.values():
                 each.take()

@@ -107,8 +107,7 @@ class Narrowing:
     def pack(self, values: Array, piece: Piece) -> Array:
         """Return what is sent of the elements of a piece."""
         rounded, _ = self._parts(piece)
-        with np.errstate(all="ignore"):
-            narrow = values[:rounded].astype(self._narrow)
+        narrow = values[:rounded].astype(self._narrow)
         return np.concatenate([_bytes(narrow), _bytes(values[rounded:])])
 
     def unpack(self, data: Array, piece: Piece) -> Array:

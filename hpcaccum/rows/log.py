@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,12 +29,8 @@ class RowLog:
     def __init__(self, group: Group, root: int, size: int) -> None:
         self._size = max(1, size)
         nbytes = self._size * np.dtype(np.int64).itemsize
-        with contextlib.ExitStack() as undo:
-            self._words = AtomicWords(group, root, 2)
-            undo.callback(self._words.free)
-            memory = memory_of_rank(group, root, nbytes)
-            undo.pop_all()
-        self._ring: Array = memory.view(np.int64)
+        self._ring: Array = memory_of_rank(group, root, nbytes).view(np.int64)
+        self._words = AtomicWords(group, root, 2)
         self.end = 0
 
     def append(self, rows: Array) -> None:

@@ -103,15 +103,12 @@ class Orders(Service):
         self._giving, self._collecting = self.queues(), self.queues()
         self._given = 0
         self._collected: set[int] = set()
-        with contextlib.ExitStack() as undo:
-            self._words = AtomicWords(group.inside, 0, 2)
-            undo.callback(self._words.free)
-            # For gradients of the server of this node, if it has one, shape (buffers,
-            # elements), and for the order. Gradients of a step have the place of its
-            # number modulo `buffers`.
-            self._memory, self._order = self._allocate(group, publisher.copies.dtype)
-            Agent.of(group).add(self)
-            undo.pop_all()
+        # For gradients of the server of this node, if it has one, shape (buffers,
+        # elements), and for the order. Gradients of a step have the place of its number
+        # modulo `buffers`.
+        self._memory, self._order = self._allocate(group, publisher.copies.dtype)
+        self._words = AtomicWords(group.inside, 0, 2)
+        Agent.of(group).add(self)
         initial = setup.initial.items() if group.rank == servers[0] else ()
         first = self.divide({name: {"": to_host(array)} for name, array in initial})
         self.first = {name: each[""] for name, each in first.items()}
