@@ -80,7 +80,7 @@ def check_settings(
     settings = _common(size, *given)
     one_of("storage", storage, STORAGES)
     declared = settings.shape
-    if declared is None or not is_fixed(declared):
+    if not is_fixed(declared):
         if capacity is None:
             raise InvalidArgumentError(
                 f"shape {declared} is not fixed: pass capacity=, the maximum number of "

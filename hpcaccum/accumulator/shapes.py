@@ -71,7 +71,7 @@ class Shapes:
         if shape is None and self.only is not None:
             return self.only
         settings, wanted = self._settings, declared_shape(shape)
-        if wanted is None or not is_fixed(wanted):
+        if not is_fixed(wanted):
             raise InvalidArgumentError(
                 f"{self._what}: slot needs a shape, because that of the accumulator "
                 f"is {settings.shape}"

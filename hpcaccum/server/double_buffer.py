@@ -62,7 +62,7 @@ class DoubleBuffer:
             if group.rank == root:
                 # No rank has the memory before all are here.
                 self._words.write(_NEWEST, -2)
-            self.memory = memory_of_rank(group, root, max(1, 2 * stride))
+            self.memory = memory_of_rank(group, root, 2 * stride)
             undo.pop_all()
         pieces = [self.memory[at : at + used] for at in (0, stride)]
         self._copies: list[Array] = [piece.view(self.dtype) for piece in pieces]
