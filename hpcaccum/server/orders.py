@@ -69,6 +69,7 @@ class Orders(Service):
     """
 
     adds = False
+    own: Part
 
     def __init__(
         self,
@@ -109,11 +110,11 @@ class Orders(Service):
         self._memory, self._order = self._allocate(group, publisher.copies.dtype)
         self._words = AtomicWords(group.inside, 0, 2)
         Agent.of(group).add(self)
+        if group.rank in servers:
+            self.own = parts[servers.index(group.rank)]
         initial = setup.initial.items() if group.rank == servers[0] else ()
         first = self.divide({name: {"": to_host(array)} for name, array in initial})
         self.first = {name: each[""] for name, each in first.items()}
-        is_server = group.rank in servers
-        self.own = parts[servers.index(group.rank)] if is_server else None
         # No order comes before its server is there.
         group.allgather(None, f"{setup.what}: servers")
 
@@ -150,7 +151,7 @@ class Orders(Service):
                     for name in part.within:
                         yield comm.isend(part.pieces(name, arrays[name]), rank, tag)
             if comm.rank in self._servers:
-                for name in self._parts[self._servers.index(comm.rank)].within:
+                for name in self.own.within:
                     found = start.wait(lambda: comm.improbe(root, tag), starting)
                     mine[name] = found.recv()
 

@@ -59,9 +59,10 @@ class ParameterServer(Client):
         only_serves: Whether this rank serves and does not train.
     """
 
-    # On servers: what updates the center, or a part of it; what is run, which orders
-    # these updates on the root of several servers.
+    # On servers: what updates the center, or a part of it. What orders these updates,
+    # on the root of several servers; and that one or the other, which is run.
     _updates: UpdateLoop
+    _ordering: OrderLoop
     _loop: Loop
 
     def __init__(
@@ -91,8 +92,6 @@ class ParameterServer(Client):
         self.only_serves = self._dedicated and self.is_server
         if self._dedicated:
             self._inbox.membership.exclude(self._servers)
-        # On the root of several servers.
-        self._ordering: OrderLoop | None = None
         if self.is_root:
             self._inbox.set_global_step(step)
         if self.is_server:
@@ -105,7 +104,7 @@ class ParameterServer(Client):
     def _make_loops(self) -> None:
         """Make the loop of this rank's part of the center, and that of the root."""
         what, orders, step = self._what, self._orders, self._setup.step
-        loop = self._updates = UpdateLoop(
+        self._loop = loop = self._updates = UpdateLoop(
             orders or self._inbox,
             self._update_lock if orders is None else UpdateLock(what),
             what,
@@ -117,19 +116,16 @@ class ParameterServer(Client):
         if orders is not None:
             orders.assign = loop.publish_kept
             if self.is_root:
-                self._ordering = OrderLoop(
+                self._loop = self._ordering = OrderLoop(
                     self._inbox, self._update_lock, what, orders, loop
                 )
                 self._ordering.set_step(step)
-        self._loop = self._ordering or loop
 
     def _make_center(self) -> Center:
         """Return what this server has, in memory of the node if its ranks can help."""
         if self._orders is not None:
-            own = self._orders.own
-            assert own is not None
-            copies, first = self._publisher.own, self._orders.first
-            return Center(own.wire, Copier(own.wire), copies, first)
+            wire, first = self._orders.own.wire, self._orders.first
+            return Center(wire, Copier(wire), self._publisher.own, first)
         initial = self._setup.initial
         arrays = {name: np.array(to_host(array)) for name, array in initial.items()}
         if self._node_update is not None:
@@ -175,7 +171,7 @@ class ParameterServer(Client):
         self._updates.update = update
         if self._orders is not None:
             self._orders.answer = answer
-        if self._ordering is not None:
+        if self.in_parts and self.is_root:
             self._ordering.rate = rate
         if not self._dedicated:
             self._loop.start_thread()
@@ -208,7 +204,6 @@ class ParameterServer(Client):
         After `free`, those to None.
         """
         with self.paused():
-            assert self._ordering is not None
             return self._ordering.ask(question)
 
     def divide(self, arrays: Arrays | None) -> Arrays | None:
@@ -249,8 +244,8 @@ class ParameterServer(Client):
         """
         call, failure, version = f"{self._what}: assign", None, -1
         if self.is_server:
-            own = None if self._orders is None else self._orders.own
-            if own is not None:
+            if self._orders is not None:
+                own = self._orders.own
                 values = {name: own.piece(name, values[name]) for name in own.within}
             self._updates.kept = values
         # No server may get the order before it has the values.
@@ -288,7 +283,7 @@ class ParameterServer(Client):
             )
         deadline = Deadline(None, f"{self._what}: paused")
         with self._update_lock.reading(deadline):
-            if self._final is None and self._ordering is not None:
+            if self._final is None and self.in_parts:
                 self._ordering.wait_for_ordered(deadline)
             yield self.step
 
