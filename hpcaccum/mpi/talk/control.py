@@ -443,13 +443,15 @@ class ControlChannel:
     def _receive_all(self) -> None:
         """Store the messages that have arrived, and discard what they supersede."""
         for source, message in self.mailbox.receive():
-            self._reports.pop(source, None)
             if isinstance(message, Answer):
                 self._answer = message
-            elif isinstance(message, Failure):
+                continue
+            if isinstance(message, Failure):
                 self._failures[message.number] = message
                 self._lost |= dict.fromkeys(message.tracks, message)
-            elif isinstance(message, Report):
+                continue
+            self._reports.pop(source, None)
+            if isinstance(message, Report):
                 self._reports[source] = message
                 self._arrivals.setdefault(message.track, {})[source] = message.number
             elif isinstance(message, GaveUp):
