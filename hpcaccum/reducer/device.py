@@ -59,12 +59,14 @@ class DeviceCalls:
 
     def _make(self) -> None:
         """Allocate memory on the device, and compile the kernels."""
-        sent, received = self._schedule.sent, self._schedule.received
-        self._transfer = Transfer(self._layout, sent.dtype, received.dtype)
+        schedule, wide = self._schedule, self._schedule.received.dtype
+        packed = wide if schedule.device_only else schedule.sent.dtype
+        self._transfer = Transfer(self._layout, packed, wide)
         self._transfer.compile()
         self._made = True
-        direct = self._schedule.takes_device_memory
-        for memory in () if direct else (sent, received):
+        if schedule.takes_device_memory or schedule.device_only:
+            return
+        for memory in schedule.sent, schedule.received:
             if memory.nbytes >= _PIN:
                 self._transfer.pin(memory)
 
@@ -186,12 +188,6 @@ class DeviceOnlyCalls(DeviceCalls):
         self._schedule.check_usable()
         if not self._made:
             self._make()
-
-    def _make(self) -> None:
-        wide = self._schedule.received.dtype
-        self._transfer = Transfer(self._layout, wide, wide)
-        self._transfer.compile()
-        self._made = True
 
     def start(self, name: str, inputs: Mapping[str, Any]) -> Iterable[str]:
         """Pack an array, and return nothing: a sum cannot begin before the call."""

@@ -15,20 +15,20 @@ from hpcaccum.arguments import (
     positive_weight,
     step_number,
 )
+from hpcaccum.deadline import Deadline
 from hpcaccum.device import is_device
-from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.errors import BrokenObjectError, InvalidArgumentError, format_ranks
 from hpcaccum.mpi import Freeable, Group, group_of
 from hpcaccum.overlap import overlap
 from hpcaccum.reducer import selection
 from hpcaccum.reducer.device import DeviceCalls, DeviceOnlyCalls
 from hpcaccum.reducer.inputs import Inputs
-from hpcaccum.reducer.schedule import Call
+from hpcaccum.reducer.schedule import Call, SpinWait
 from hpcaccum.reducer.signature import FAILED, canonical, digest, explain
-from hpcaccum.reducer.waiting import CallSequence, SpinWait
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from mpi4py import MPI as mpi4py_MPI
 
@@ -145,6 +145,8 @@ class Reducer(Freeable):
 
     Attributes:
         label: The name, with a number that is unique in the group.
+        waited: Seconds that this rank has spent in calls.
+        broken: Whether an exception has ended a call, so that no other can be made.
 
     Raises:
         TypeError, InvalidArgumentError, DisagreementError: On every rank.
@@ -180,8 +182,8 @@ class Reducer(Freeable):
         # What `_digest` was made of, beside the numbers to compare.
         self._digested: tuple[int, bool] | None
         self.compare(_NOTHING)
-        self._calls = CallSequence(self._group, name)
-        wait = SpinWait(self._group, self._calls)
+        self.waited, self.broken = 0.0, False
+        wait = SpinWait(self._group, self._wait)
         made = selection.make(options, self._group, layout, wait)
         self._schedule, self._arrays = made, made.arrays
         self._results: Mapping[str, Array] = types.MappingProxyType(made.results)
@@ -195,7 +197,8 @@ class Reducer(Freeable):
         calls = DeviceOnlyCalls if made.device_only else DeviceCalls
         self._device = calls(layout, made)
         label = self._group.label(name)
-        self._calls.open(label, made.late)
+        # Orders the calls among the other collective calls of the group.
+        self._track = self._group.control.open_track(f"{label}: reduction")
         self._register(self._group, label)
 
     def _prepare(self, reduction_type: str | None, weight: Any) -> None:
@@ -339,11 +342,11 @@ class Reducer(Freeable):
         inputs, bit = self._inputs.check(given, self._started)
         self._choose_factor(inputs if self.copies_all else _NOTHING, bit)
         self._device.prepare(inputs, _NOTHING)
-        self._calls.broken = True
+        self.broken = True
         for each in self._device.start(name, inputs):
             self._schedule.add(each)
         self._started |= bit
-        self._calls.broken = False
+        self.broken = False
 
     def wait(
         self,
@@ -385,12 +388,19 @@ class Reducer(Freeable):
         self._check_open()
         # Until all ranks have made the call: if an exception ends it here, others may
         # continue to use this rank's memory.
-        self._calls.broken = True
+        self.broken = True
 
     def _check_open(self) -> None:
-        if self._freed or self._calls.broken:
+        if self._freed or self.broken:
             super()._check_open()
-            self._calls.check_usable()
+            raise BrokenObjectError(
+                f"{self._next()} was ended by an exception, and other ranks may still "
+                f"wait in it; make a new reducer"
+            )
+
+    def _next(self) -> str:
+        """Name the call that comes next."""
+        return f"{self._name}: reduction {self.calls + 1}"
 
     def _finish(
         self,
@@ -426,17 +436,39 @@ class Reducer(Freeable):
 
     def _exchange(self, call: Call) -> bool:
         """Make one call; return whether all ranks have made the same one."""
-        calls, began = self._calls, time.monotonic()
-        calls.track.thread = threading.get_ident()
+        track, began = self._track, time.monotonic()
+        track.thread = threading.get_ident()
         self._device.settle()
         agreed = self._device.finish(call)
-        calls.broken = False
-        calls.track.calls += 1
+        self.broken = False
+        track.calls += 1
         if self._started:
             self._started = 0
             self._schedule.reset()
-        calls.waited += time.monotonic() - began
+        self.waited += time.monotonic() - began
         return agreed
+
+    def _wait(self, ready: Callable[[], bool | None], *, moves_data: bool) -> None:
+        """Wait in the next call until ``ready`` returns something other than None."""
+        deadline, control = Deadline(None, self._next()), self._group.control
+
+        def look() -> bool | None:
+            if (result := ready()) is None:
+                control.check(self._track, deadline)
+            return result
+
+        try:
+            deadline.wait(look, self._missing, moves_data=moves_data)
+        except BaseException:
+            control.depart(self._track)
+            raise
+
+    def _missing(self) -> str:
+        if (late := self._schedule.late()) is None:
+            late = self._group.control.absent(self._track)
+        late = [rank for rank in late if rank not in self._group.lost]
+        text = f"{format_ranks(late)} of {self._group.size} to make the same call"
+        return "; ".join(filter(None, [text, self._track.advice]))
 
     def _explain(
         self, names: int, step: int, error: Exception | None, note: object = None
@@ -465,17 +497,12 @@ class Reducer(Freeable):
 
     def advise(self, advice: str) -> None:
         """Set what ends messages about ranks that do not make the next call."""
-        self._calls.track.advice = advice
-
-    @property
-    def waited(self) -> float:
-        """Seconds that this rank has spent in calls."""
-        return self._calls.waited
+        self._track.advice = advice
 
     @property
     def calls(self) -> int:
         """Calls that this rank has completed; between two, the same on all ranks."""
-        return self._calls.track.calls
+        return self._track.calls
 
     @property
     def counted(self) -> Sequence[int]:
@@ -487,11 +514,6 @@ class Reducer(Freeable):
         """The sum of the weights of the arrays that the last call has reduced."""
         return self._schedule.total_weight
 
-    @property
-    def broken(self) -> bool:
-        """Whether an exception has ended a call, so that no other can be made."""
-        return self._calls.broken
-
     def statistics(self) -> ReducerStatistics:
         """Return what the reducer uses and has done."""
         nodes, wire = len(self._group.nodes), self._options.wire_dtype
@@ -501,7 +523,7 @@ class Reducer(Freeable):
             nodes=nodes,
             buckets=len(self._schedule.buckets),
             wire_dtype=None if wire is None or nodes == 1 else str(wire),
-            calls=self._calls.track.calls,
+            calls=self.calls,
             waited=self.waited,
             window_bytes=self._schedule.window_bytes,
             result_bytes=self._schedule.result_bytes,
@@ -509,15 +531,15 @@ class Reducer(Freeable):
 
     def __repr__(self) -> str:
         """Show the schedule and the number of calls."""
-        calls = self._calls.track.calls
-        return f"<Reducer {self._name!r}, {self._schedule.name}: {calls} calls>"
+        name, schedule = self._name, self._schedule.name
+        return f"<Reducer {name!r}, {schedule}: {self.calls} calls>"
 
     def _describe(self) -> str:
         return self._name
 
     def place(self) -> str:
         """Return how many calls this rank has made, for messages."""
-        return f"call {self._calls.track.calls} of {self._name}"
+        return f"call {self.calls} of {self._name}"
 
     def needs(self, rank: int) -> bool:
         """Whether the job cannot go on; a process that lives may write to memory."""
@@ -525,10 +547,10 @@ class Reducer(Freeable):
         return not shrinks or rank not in self._group.dead
 
     def _free(self) -> None:
-        broken = self._group.allgather(self._calls.broken, f"{self.label}: free")
+        broken = self._group.allgather(self.broken, f"{self.label}: free")
         # Arrays that the caller holds keep their memory.
         self._arrays, self._results = {}, {}
         self._inputs.free()
         self._device.free()
-        self._group.control.close_track(self._calls.track)
+        self._group.control.close_track(self._track)
         self._schedule.free(abandoned=any(broken))

@@ -18,6 +18,8 @@ overrides `Schedule.finish`.
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -25,15 +27,18 @@ import numpy as np
 
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.mpi import duplicate, keep, number_of
+from hpcaccum.reducer import staging
 from hpcaccum.reducer.recursive_doubling import RecursiveDoubling
-from hpcaccum.reducer.staging import copy, copy_in
 from hpcaccum.summation import add_in_order, copy_pieces
 
 if TYPE_CHECKING:
     from hpcaccum.dtypes import Array
     from hpcaccum.layout import Layout
     from hpcaccum.mpi import Group
-    from hpcaccum.reducer.waiting import SpinWait
+
+# About a millisecond where each rank has its own core; where ranks share cores, only a
+# few, which leave the core to the others.
+_LOOKS, _CROWDED_LOOKS = 3000, 100
 
 
 class Case(NamedTuple):
@@ -122,6 +127,55 @@ class Call(NamedTuple):
     out: Mapping[str, Array]
     ready: Callable[[int], None] | None = None
     reduced: Callable[[int], None] | None = None
+
+
+class SpinWait:
+    """Waits for other ranks in a call: spins, and then calls ``wait``. Collective.
+
+    ``wait`` has a time limit, and returns when what it is given does not return None.
+    """
+
+    def __init__(self, group: Group, wait: Callable[..., None]) -> None:
+        cores = group.node.allgather(os.sched_getaffinity(0))
+        crowded = len(set().union(*cores)) < group.node.size
+        self._looks = _CROWDED_LOOKS if crowded else _LOOKS
+        yields = crowded or not group.single_node
+        self._between = os.sched_yield if yields else None
+        self._wait = wait
+        self._progress: Callable[[], object] | None = None
+        self._moves_data = False
+
+    def moving_data(self, progress: Callable[[], object] | None = None) -> SpinWait:
+        """Return one for what moves data, such as tests of MPI's requests.
+
+        It calls ``progress`` before each look: a rank that only reads memory makes no
+        progress in MPI, which ranks of other nodes may depend on.
+        """
+        other = copy.copy(self)
+        other._moves_data, other._progress = True, progress
+        if progress is not None:
+            # Beside the time of a message to another node, yielding costs little.
+            other._between = os.sched_yield
+        return other
+
+    def __call__(self, ready: Callable[[], bool]) -> None:
+        """Wait until ``ready`` returns True."""
+        progress, between = self._progress, self._between
+        # A deadline costs microseconds, which most waits do not take.
+        for _ in range(self._looks):
+            if progress is not None:
+                progress()
+            if ready():
+                return
+            if between is not None:
+                between()
+
+        def look() -> bool | None:
+            if progress is not None:
+                progress()
+            return ready() or None
+
+        self._wait(look, moves_data=self._moves_data)
 
 
 Numbers = Sequence[float]
@@ -254,7 +308,7 @@ class Schedule:
 
     def copy_in(self, inputs: Mapping[str, Array]) -> None:
         """Copy arrays to `arrays`."""
-        copy_in(inputs, self.arrays, self.sent, self.scale)
+        staging.copy_in(inputs, self.arrays, self.sent, self.scale)
 
     def add(self, name: str) -> None:
         """Offer the buckets that are ready now that one more of `arrays` is."""
@@ -284,7 +338,7 @@ class Schedule:
         self.offer(len(self.buckets))
         agreed = self.complete(call)
         if agreed and call.out:
-            copy(self.results, call.out)
+            staging.copy(self.results, call.out)
         return agreed
 
     def complete(self, call: Call) -> bool:

@@ -13,14 +13,13 @@ from hpcaccum.reducer.flat import Blocking, Flat, SmallFlat
 from hpcaccum.reducer.hierarchical import Hierarchical
 from hpcaccum.reducer.nccl import Nccl
 from hpcaccum.reducer.one_shot import OneShot
-from hpcaccum.reducer.schedule import Case, Plan, Schedule, cut
+from hpcaccum.reducer.schedule import Case, Plan, Schedule, SpinWait, cut
 from hpcaccum.reducer.two_shot import TwoShot
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from hpcaccum.mpi import Group
-    from hpcaccum.reducer.waiting import SpinWait
 
 AUTO = "auto"
 # What happens when a rank is lost.

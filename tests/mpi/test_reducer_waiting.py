@@ -17,7 +17,7 @@ from hpcaccum import (
     deadline,
     group_of,
 )
-from hpcaccum.reducer import waiting
+from hpcaccum.reducer import schedule
 from hpcaccum.spans import Recorder, recorded_by
 
 from .expiring import missed_by
@@ -51,7 +51,7 @@ def test_naps_are_short_where_tests_of_requests_move_data(
     """With naps that grow, MPICH took 5 s for 128 MiB between nodes, not 0.2 s."""
     # No time is spent before the first nap.
     for looks in "_LOOKS", "_CROWDED_LOOKS":
-        monkeypatch.setattr(waiting, looks, 1)
+        monkeypatch.setattr(schedule, looks, 1)
     monkeypatch.setattr(deadline, "EAGER", 0)
     reducer = maker(SHAPES)
     call(reducer)
