@@ -12,7 +12,7 @@ import numpy as np
 from hpcaccum.device import copy_quietly
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.mpi import MPI, duplicate, split
-from hpcaccum.reducer.schedule import MessageSchedule, combined
+from hpcaccum.reducer.schedule import MessageSchedule
 from hpcaccum.reducer.two_shot import NodeSum
 from hpcaccum.summation import add_in_order
 
@@ -63,8 +63,8 @@ class Hierarchical(MessageSchedule):
         self._peers = Peers(peers, plan)
         wait = plan.wait.moving_data(self._progress)
         inside = plan._replace(group=self._inside, wait=wait)
-        narrow = plan.wire_dtype is not None
-        self._sum = NodeSum(inside, summing, _scaled if narrow else _plain)
+        kind = NodeSum if plan.wire_dtype is None else ScaledSum
+        self._sum = kind(inside, summing)
         super().__init__(plan, self._sum.sent, self._sum.received)
         self.result_bytes = self._sum.result_bytes
 
@@ -75,7 +75,7 @@ class Hierarchical(MessageSchedule):
     def prepare(self, weight: float, *, mean: bool, scales: bool) -> None:
         """Do as `Schedule.prepare`."""
         super().prepare(weight, mean=mean, scales=scales)
-        self._sum.prepare(weight, self.factor)
+        self._sum.prepare(weight, mean=False, scales=scales)
 
     def offer(self, count: int) -> None:
         """Sum inside the node what all its ranks have contributed, and send it."""
@@ -113,15 +113,13 @@ class Hierarchical(MessageSchedule):
         self._inside.free()
 
 
-def _plain(weights: Numbers, factors: Numbers) -> tuple[Numbers, float]:
-    return combined(weights, factors, mean=False)
+class ScaledSum(NodeSum):
+    """Sums that are as large as without weights, to travel in a narrower dtype."""
 
-
-def _scaled(weights: Numbers, factors: Numbers) -> tuple[Numbers, float]:
-    """Return factors and divisor of sums that are as large as without weights."""
-    # That matters if they travel in a narrower dtype. A power of 2 changes no bit.
-    mean = sum(weights) / len(weights)
-    return factors, math.ldexp(0.5, math.frexp(mean)[1])
+    def _combine(self, weights: Numbers, factors: Numbers) -> tuple[Numbers, float]:
+        # A power of 2 changes no bit.
+        mean = sum(weights) / len(weights)
+        return factors, math.ldexp(0.5, math.frexp(mean)[1])
 
 
 class _Transfer(NamedTuple):

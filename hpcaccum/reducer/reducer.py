@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import types
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -185,8 +184,7 @@ class Reducer(Freeable):
         self.waited, self.broken = 0.0, False
         wait = SpinWait(self._group, self._wait)
         made = selection.make(options, self._group, layout, wait)
-        self._schedule, self._arrays = made, made.arrays
-        self._results: Mapping[str, Array] = types.MappingProxyType(made.results)
+        self._schedule = made
         only = made.name if made.device_only else None
         self._inputs = Inputs(name, made.arrays, made.received, only)
         # The set of arrays that were started since the last call.
@@ -247,14 +245,14 @@ class Reducer(Freeable):
         They keep what is written to them until a call copies other arrays in, which it
         may multiply by its weight.
         """
-        return dict(self._arrays)
+        return dict(self._schedule.arrays)
 
     def results(self) -> Mapping[str, Array]:
         """Return the results in place, read-only and of the dtype of sums.
 
         Valid until this rank's next `start` or `reduce`; copy what must last longer.
         """
-        return self._results
+        return self._schedule.results
 
     @traced("reduce", lambda args, _: {"call": args[0].calls})
     def reduce(
@@ -338,7 +336,7 @@ class Reducer(Freeable):
         """
         self._check_open()
         self._prepare(None, weight)
-        given = {name: self._arrays.get(name) if array is None else array}
+        given = {name: self._schedule.arrays.get(name) if array is None else array}
         inputs, bit = self._inputs.check(given, self._started)
         self._choose_factor(inputs if self.copies_all else _NOTHING, bit)
         self._device.prepare(inputs, _NOTHING)
@@ -415,14 +413,15 @@ class Reducer(Freeable):
         exact = self._inputs.exact(out) if out else _NOTHING
         if not self._exchange(Call(mine, inputs, exact)):
             self._explain(names, step, self._schedule.failure)
+        results = self._schedule.results
         if len(exact) < len(out):
             for name in out.keys() - exact.keys():
-                out[name][...] = converted(self._results[name], out[name].dtype)
+                out[name][...] = converted(results[name], out[name].dtype)
         if out and is_device(next(iter(out.values()))):
             return out
         if names == self._inputs.all:
-            return self._results
-        return {name: self._results[name] for name in self._inputs.names(names)}
+            return results
+        return {name: results[name] for name in self._inputs.names(names)}
 
     def _signature(self, names: int, step: int) -> int:
         """Return the signature of a call."""
@@ -480,7 +479,7 @@ class Reducer(Freeable):
             "reduction_type": "MEAN" if self._schedule.mean else "SUM",
             **{name: repr(number) for name, number in self._compared.items()},
         }
-        for name in self._arrays:
+        for name in self._schedule.arrays:
             facts[f"gradient of {name}"] = "one" if name in contributed else "none"
         explain(self._group, self._name, facts, error, note)
 
@@ -548,8 +547,6 @@ class Reducer(Freeable):
 
     def _free(self) -> None:
         broken = self._group.allgather(self.broken, f"{self.label}: free")
-        # Arrays that the caller holds keep their memory.
-        self._arrays, self._results = {}, {}
         self._inputs.free()
         self._device.free()
         self._group.control.close_track(self._track)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -280,7 +281,8 @@ class Schedule:
         self.received = np.zeros(layout.size, wide) if received is None else received
         results = self.received.view()
         results.flags.writeable = False
-        self.arrays, self.results = layout.views(self.sent), layout.views(results)
+        self.arrays: Mapping[str, Array] = layout.views(self.sent)
+        self.results: Mapping[str, Array] = MappingProxyType(layout.views(results))
         self.window_bytes, self.result_bytes = self.sent.nbytes, self.received.nbytes
         self.buckets = plan.buckets
         self.counted: Sequence[int] = range(plan.group.size)
@@ -304,7 +306,10 @@ class Schedule:
     def _note_weights(self, weights: Numbers, factors: Numbers) -> None:
         """Note what the ranks that count have set; at first, all numbers are 1."""
         self.total_weight = sum(weights)
-        self.factors, self.divisor = combined(weights, factors, mean=self.mean)
+        self.factors, self.divisor = self._combine(weights, factors)
+
+    def _combine(self, weights: Numbers, factors: Numbers) -> tuple[Numbers, float]:
+        return combined(weights, factors, mean=self.mean)
 
     def copy_in(self, inputs: Mapping[str, Array]) -> None:
         """Copy arrays to `arrays`."""
@@ -381,6 +386,7 @@ class Schedule:
 
         If ``abandoned``, a rank has left a call before it was complete.
         """
+        # Arrays that the caller holds keep their memory.
         self.sent = self.received = np.empty(0, self.received.dtype)
         self.arrays, self.results = {}, {}
 

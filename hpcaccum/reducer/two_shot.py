@@ -12,23 +12,14 @@ import itertools
 from operator import or_
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.layout import ALIGNMENT
 from hpcaccum.mpi import AtomicWords, NodeMemory, bits
-from hpcaccum.reducer.schedule import (
-    Schedule,
-    all_that_live,
-    combined,
-    given_numbers,
-)
+from hpcaccum.reducer.schedule import Schedule, all_that_live, given_numbers
 from hpcaccum.reducer.staging import StagedCopies, Staging, copy, stages
 from hpcaccum.summation import Quiet, add_in_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from hpcaccum.dtypes import Array
     from hpcaccum.reducer.schedule import Call, Case, Numbers, Plan
 
@@ -44,123 +35,7 @@ def stripe(bucket: slice, part: int, parts: int, itemsize: int) -> slice:
     return slice(begin, min(begin + width, bucket.stop))
 
 
-class TwoShot(Schedule):
-    """Large arrays on one node: each rank sums a stripe of each bucket.
-
-    The caller's arrays are copied in a pipeline: a bucket is copied in while the one
-    before is summed, and the results of the one before that are copied out.
-
-    If calls go on without a rank that has died, all its buckets count, or none: a rank
-    publishes them at once, when all are there.
-    """
-
-    name = "shared"
-    needs_one_node = True
-    takes_wire_dtype = True
-    default_bucket_bytes = 2 << 20
-
-    @classmethod
-    def bucket_bytes(cls, case: Case) -> int:
-        """Return what stays in the cache, or more if several threads share the work."""
-        # One thread is faster where the bytes just copied are still in the cache.
-        # Several need pieces that are large enough to be shared.
-        if case.cores == 1:
-            return cls.default_bucket_bytes
-        return min(max(case.nbytes // 4, cls.default_bucket_bytes), _MOST_SHARED)
-
-    def __init__(self, plan: Plan) -> None:
-        group, layout = plan.group, plan.layout
-        self._sum = NodeSum(
-            plan, group.size, lambda *both: combined(*both, mean=self.mean)
-        )
-        sent, received = self._sum.sent, self._sum.received
-        super().__init__(plan, sent, received)
-        self.result_bytes = self._sum.result_bytes
-        self._pipelined, self._shrinks = group.size > 1, plan.shrinks
-        self._staging = Staging(
-            layout, plan.buckets, self._sum.stripe_slices, sent, received, self._threads
-        )
-
-    def prepare(self, weight: float, *, mean: bool, scales: bool) -> None:
-        """Do as `Schedule.prepare`."""
-        super().prepare(weight, mean=mean, scales=scales)
-        self._sum.prepare(weight, self.factor)
-
-    def offer(self, count: int) -> None:
-        """Contribute these buckets, and sum those that all ranks have contributed."""
-        if not self._shrinks or count == len(self.buckets):
-            self._sum.offer(count)
-
-    def finish(self, call: Call) -> bool:
-        """Sum the other buckets, and copy in and out meanwhile."""
-        count, copies = len(self.buckets), StagedCopies({}, {}, call.out)
-        if self._pipelined and (call.inputs or call.out):
-            copies = self._staging.select(call.inputs, call.out)
-        if self._shrinks:
-            copies, call = copies._replace(inputs={}), self._with_all(call)
-        if not copies.inputs:
-            if call.inputs:
-                self.copy_in(call.inputs)
-            if call.ready is None:
-                self._sum.contribute(count)
-        if self._sum.summed or not count:
-            self._sum.report(call.signature)
-        for number in range(count + 2):
-            if number < count:
-                self._contribute_next(number, copies, call)
-            if self._sum.summed < min(number, count):
-                direct = None
-                if copies.inputs:
-                    direct = self._staging.direct(self._sum.summed, copies.inputs)
-                self._sum.sum_next(direct)
-                self._sum.report(call.signature)
-            if number >= 2:
-                self._copy_out(number - 2, copies, call)
-        agreed = self._sum.end(call.signature)
-        self.total_weight = self._sum.total_weight
-        if self._shrinks:
-            self.counted = self._sum.counted
-        if copies.rest:
-            copy(self.results, copies.rest)
-        return agreed
-
-    def _with_all(self, call: Call) -> Call:
-        """Wait until all inputs of this rank are there."""
-        if call.ready is not None:
-            for number in range(len(self.buckets)):
-                call.ready(number)
-        return call._replace(ready=None)
-
-    def _contribute_next(self, number: int, copies: StagedCopies, call: Call) -> None:
-        if call.ready is not None:
-            call.ready(number)
-            self._sum.contribute(number + 1)
-        if copies.inputs:
-            self._staging.fill(number, copies.inputs, self.scale)
-            self._sum.contribute(number + 1, staged=True)
-
-    def _copy_out(self, number: int, copies: StagedCopies, call: Call) -> None:
-        """Copy one bucket of the results, when all ranks have summed their stripes."""
-        # All ranks have also read the inputs, so that their stage can be filled again.
-        if copies.inputs or copies.out or call.reduced is not None:
-            self._sum.wait_until_summed(number + 1)
-        if copies.inputs or copies.out:
-            self._staging.drain(number, copies.out)
-        if call.reduced is not None:
-            call.reduced(number)
-
-    def late(self) -> list[int]:
-        """Return the ranks that this one waits for."""
-        return self._sum.late()
-
-    def free(self, *, abandoned: bool = False) -> None:
-        """Do as `Schedule.free`."""
-        super().free(abandoned=abandoned)
-        self._staging.free()
-        self._sum.free()
-
-
-class NodeSum:
+class NodeSum(Schedule):
     """Sums of large arrays over the ranks of a node.
 
     Two words for each rank count over all calls: one the buckets that it has
@@ -176,17 +51,11 @@ class NodeSum:
         plan: Its group has the ranks of the node.
         summing: How many ranks, the first ones, sum a stripe of each bucket: one of
             `stripes`, at `stripe_slices`; `summed` counts those of this rank.
-        combine: Returns the factors and the divisor of a sum, as `combined` does.
 
-    The other attributes are as those of `Schedule`; all ranks share `received`.
+    All ranks share `received`.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        summing: int,
-        combine: Callable[[Numbers, Numbers], tuple[Numbers, float]],
-    ) -> None:
+    def __init__(self, plan: Plan, summing: int) -> None:
         group, layout, buckets = plan.group, plan.layout, plan.buckets
         self._rank, self._size, self._count = group.rank, group.size, len(buckets)
         wide = accumulation_dtype(layout.dtype)
@@ -199,8 +68,8 @@ class NodeSum:
             [_bytes(each, wide.itemsize) for each in mine],
         )
         parts = [part.view(layout.dtype) for part in self._memory.parts]
-        self._parts, self._buckets, self._gone = parts, buckets, plan.gone
-        self.sent, self.received = parts[group.rank], self._memory.common.view(wide)
+        super().__init__(plan, parts[group.rank], self._memory.common.view(wide))
+        self._parts, self._gone = parts, plan.gone
         self.result_bytes = common if group.rank == 0 else 0
         self.stripe_slices = mine
         self.stripes = [self.received[each] for each in mine]
@@ -211,23 +80,13 @@ class NodeSum:
             for piece, stage in zip(mine, moved, strict=True)
         ]
         self._words = AtomicWords(group, 0, (2 * 2 + 2) * group.size)
-        self._wait, self._quiet, self._threads = plan.wait, Quiet(), group.own_cores
+        self._quiet = Quiet()
         # The counts at the beginning of this call, and this rank's since then.
         self._base = self._contributed = self.summed = self._calls = 0
         self._signature = 1
-        self.counted: Sequence[int] = range(group.size)
-        self._combine = combine
-
-    def prepare(self, weight: float, factor: float) -> None:
-        """Set these numbers of this rank in the next call; see `Schedule`."""
-        self.weight, self.factor = weight, factor
-        ones = [1.0] * len(self.counted)
-        self._note_weights(ones, ones)
 
     def _note_weights(self, weights: Numbers, factors: Numbers) -> None:
-        """Note what the ranks that count have set; at first, all numbers are 1."""
-        self.total_weight = sum(weights)
-        self._factors, self.divisor = self._combine(weights, factors)
+        super()._note_weights(weights, factors)
         # Whether the next call has to note them.
         self._weighted = any(weight != 1 for weight in weights)
 
@@ -273,7 +132,7 @@ class NodeSum:
             self._note_weights(*given_numbers(words, given, self.counted))
         inputs, out = self._inputs[self.summed], self.stripes[self.summed]
         parts = [inputs[word >> 1 & 1][rank] for rank, word in enumerate(words)]
-        factors = self._factors
+        factors = self.factors
         if direct is not None:
             parts[self._rank] = direct
             if self.factor != self.weight:
@@ -300,10 +159,10 @@ class NodeSum:
 
     def _sum_for(self, rank: int, done: int) -> None:
         """Sum the other stripes of a rank that has summed some, and report all."""
-        for bucket in self._buckets[done:]:
+        for bucket in self.buckets[done:]:
             piece = stripe(bucket, rank, self._size, self.received.itemsize)
             parts = [self._parts[each][piece] for each in self.counted]
-            numbers = self.divisor, self._threads, self._factors
+            numbers = self.divisor, self._threads, self.factors
             self._quiet(add_in_order, parts, self.received[piece], *numbers)
         self._words.store_unordered(self._signatures() + rank, self._signature)
         self._words.store(self._size + rank, [self._base + self._count + 1])
@@ -349,12 +208,108 @@ class NodeSum:
             return [r for r in range(size) if words[r] >> 2 <= done]
         return [r for r in range(size) if words[size + r] <= complete]
 
-    def free(self) -> None:
-        """Free the words, and release the memory. Collective."""
-        self.sent = self.received = np.empty(0, self.received.dtype)
+    def free(self, *, abandoned: bool = False) -> None:
+        """Do as `Schedule.free`."""
+        super().free(abandoned=abandoned)
         self._inputs, self.stripes, self._parts = [], [], []
         self._memory.free()
         self._words.free()
+
+
+class TwoShot(NodeSum):
+    """Large arrays on one node: each rank sums a stripe of each bucket.
+
+    The caller's arrays are copied in a pipeline: a bucket is copied in while the one
+    before is summed, and the results of the one before that are copied out.
+
+    If calls go on without a rank that has died, all its buckets count, or none: a rank
+    publishes them at once, when all are there.
+    """
+
+    name = "shared"
+    needs_one_node = True
+    takes_wire_dtype = True
+    default_bucket_bytes = 2 << 20
+
+    @classmethod
+    def bucket_bytes(cls, case: Case) -> int:
+        """Return what stays in the cache, or more if several threads share the work."""
+        # One thread is faster where the bytes just copied are still in the cache.
+        # Several need pieces that are large enough to be shared.
+        if case.cores == 1:
+            return cls.default_bucket_bytes
+        return min(max(case.nbytes // 4, cls.default_bucket_bytes), _MOST_SHARED)
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan, plan.group.size)
+        self._pipelined, self._shrinks = plan.group.size > 1, plan.shrinks
+        memory = self.sent, self.received, self._threads
+        self._staging = Staging(plan.layout, plan.buckets, self.stripe_slices, *memory)
+
+    def offer(self, count: int) -> None:
+        """Contribute these buckets, and sum those that all ranks have contributed."""
+        if not self._shrinks or count == len(self.buckets):
+            super().offer(count)
+
+    def finish(self, call: Call) -> bool:
+        """Sum the other buckets, and copy in and out meanwhile."""
+        count, copies = len(self.buckets), StagedCopies({}, {}, call.out)
+        if self._pipelined and (call.inputs or call.out):
+            copies = self._staging.select(call.inputs, call.out)
+        if self._shrinks:
+            copies, call = copies._replace(inputs={}), self._with_all(call)
+        if not copies.inputs:
+            if call.inputs:
+                self.copy_in(call.inputs)
+            if call.ready is None:
+                self.contribute(count)
+        if self.summed or not count:
+            self.report(call.signature)
+        for number in range(count + 2):
+            if number < count:
+                self._contribute_next(number, copies, call)
+            if self.summed < min(number, count):
+                direct = None
+                if copies.inputs:
+                    direct = self._staging.direct(self.summed, copies.inputs)
+                self.sum_next(direct)
+                self.report(call.signature)
+            if number >= 2:
+                self._copy_out(number - 2, copies, call)
+        agreed = self.end(call.signature)
+        if copies.rest:
+            copy(self.results, copies.rest)
+        return agreed
+
+    def _with_all(self, call: Call) -> Call:
+        """Wait until all inputs of this rank are there."""
+        if call.ready is not None:
+            for number in range(len(self.buckets)):
+                call.ready(number)
+        return call._replace(ready=None)
+
+    def _contribute_next(self, number: int, copies: StagedCopies, call: Call) -> None:
+        if call.ready is not None:
+            call.ready(number)
+            self.contribute(number + 1)
+        if copies.inputs:
+            self._staging.fill(number, copies.inputs, self.scale)
+            self.contribute(number + 1, staged=True)
+
+    def _copy_out(self, number: int, copies: StagedCopies, call: Call) -> None:
+        """Copy one bucket of the results, when all ranks have summed their stripes."""
+        # All ranks have also read the inputs, so that their stage can be filled again.
+        if copies.inputs or copies.out or call.reduced is not None:
+            self.wait_until_summed(number + 1)
+        if copies.inputs or copies.out:
+            self._staging.drain(number, copies.out)
+        if call.reduced is not None:
+            call.reduced(number)
+
+    def free(self, *, abandoned: bool = False) -> None:
+        """Do as `Schedule.free`."""
+        self._staging.free()
+        super().free(abandoned=abandoned)
 
 
 def _bytes(elements: slice, itemsize: int) -> slice:
