@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpcaccum.mpi import AtomicWords, NodeMemory, bits
-from hpcaccum.reducer.schedule import Schedule, all_that_live, given_numbers
+from hpcaccum.reducer.schedule import Schedule
 from hpcaccum.reducer.staging import copy
 from hpcaccum.summation import Quiet, add_at_once
 
@@ -59,7 +59,7 @@ class OneShot(Schedule):
         self._words = AtomicWords(group, 0, 2 * 4 * group.size)
         # Whether the last call had a weight that is not 1.
         self._weighted = False
-        self._quiet, self._calls, self._gone = Quiet(), 0, plan.gone
+        self._quiet, self._calls = Quiet(), 0
         self.window_bytes = 2 * layout.nbytes
 
     def finish(self, call: Call) -> bool:
@@ -106,13 +106,13 @@ class OneShot(Schedule):
             return True
         counted, given = self.counted, read(first + 2 * size, 2 * size)
         self._weighted = any(found[rank] & 1 for rank in counted)
-        self._note_weights(*given_numbers(found, given, counted))
+        self._read_weights(found, given)
         return {found[size + rank] for rank in counted} == {mine}
 
     def _may_go_on(self, first: int, least: int) -> bool:
         """Look whether all calls are here but those of ranks that have died."""
         read = self._words.read_range
-        here = all_that_live(self._gone, lambda: read(first, self._size), least)
+        here = self._all_that_live(lambda: read(first, self._size), least)
         if 0 < len(here) < self._size:
             parity = self._calls % 2
             self._summed[parity] = [self._copies[parity][rank] for rank in here]

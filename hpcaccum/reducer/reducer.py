@@ -23,7 +23,7 @@ from hpcaccum.reducer import selection
 from hpcaccum.reducer.device import DeviceCalls, DeviceOnlyCalls
 from hpcaccum.reducer.inputs import Inputs
 from hpcaccum.reducer.schedule import Call, SpinWait
-from hpcaccum.reducer.signature import FAILED, canonical, digest, explain
+from hpcaccum.reducer.signature import FAILED, Interruption, canonical, digest
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
@@ -481,7 +481,17 @@ class Reducer(Freeable):
         }
         for name in self._schedule.arrays:
             facts[f"gradient of {name}"] = "one" if name in contributed else "none"
-        explain(self._group, self._name, facts, error, note)
+        reports = self._group.raise_present(self._name, error, (facts, note))
+        notes = {rank: note for rank, (_, note) in reports.items()}
+        if any(note is not None for note in notes.values()):
+            raise Interruption(self._name, notes)
+        of_all = {rank: facts for rank, (facts, _) in reports.items()}
+        self._group.compare(self._name, of_all)
+        if len(reports) < self._group.size:
+            raise Interruption(self._name, notes)
+        raise RuntimeError(
+            f"{self._name}: ranks make different calls, but their arguments agree"
+        )
 
     def compare(self, numbers: Mapping[str, float], step_name: str = "step") -> None:
         """Set numbers that must be the same on all ranks in each later call.

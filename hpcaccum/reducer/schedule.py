@@ -28,6 +28,7 @@ import numpy as np
 
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.mpi import duplicate, keep, number_of
+from hpcaccum.overlap import overlap
 from hpcaccum.reducer import staging
 from hpcaccum.reducer.recursive_doubling import RecursiveDoubling
 from hpcaccum.summation import add_in_order, copy_pieces
@@ -182,46 +183,6 @@ class SpinWait:
 Numbers = Sequence[float]
 
 
-def combined(
-    weights: Numbers, factors: Numbers, *, mean: bool
-) -> tuple[Numbers, float]:
-    """Return the factors of arrays with these weights, and the divisor of their sum.
-
-    ``factors`` are 1 for arrays that have been multiplied by their weight before. None
-    are returned if none are needed: a mean of arrays with equal weights needs none.
-    """
-    if mean and factors == weights and len({*weights}) == 1:
-        return (), float(len(weights))
-    return () if {*factors} == {1} else factors, sum(weights) if mean else 1.0
-
-
-def given_numbers(
-    words: list[int], given: list[int], counted: Sequence[int]
-) -> tuple[Numbers, Numbers]:
-    """Return the weights and the factors of the ranks that count.
-
-    They are 1 for a rank whose word is even, which has ``given`` none.
-    """
-    half = len(given) // 2
-    weights, factors = (
-        [number_of(part[rank]) if words[rank] & 1 else 1.0 for rank in counted]
-        for part in (given[:half], given[half:])
-    )
-    return weights, factors
-
-
-def all_that_live(
-    gone: Callable[[], frozenset[int]], read: Callable[[], list[int]], least: int
-) -> list[int]:
-    """Return the ranks whose words have a value, if all others have died; else none."""
-    # Before the words: a rank may have written its own, and then died.
-    if not (dead := gone()):
-        return []
-    words = read()
-    here = [rank for rank, word in enumerate(words) if word >= least]
-    return here if len({*here} | dead) == len(words) else []
-
-
 class Schedule:
     """Moves and sums the arrays of one rank. Collective.
 
@@ -242,7 +203,9 @@ class Schedule:
             they are copied to `sent`, or as `factor` in the sum. The other one is 1.
         mean: Whether the sums of a call are divided by the sum of the weights.
         total_weight: Sum of the weights that the last call has counted.
-        divisor, factors: Of its sums; see `combined`.
+        divisor: Of its sums.
+        factors: Of the arrays that it has summed, 1 for those that have been multiplied
+            by their weight before; empty if none are needed.
         counted: The ranks whose arrays the last call has summed.
         buckets: Pieces of the buffers, in the order of work.
         failure: Why this rank could not make the last call, which is raised on all
@@ -287,7 +250,7 @@ class Schedule:
         self.buckets = plan.buckets
         self.counted: Sequence[int] = range(plan.group.size)
         self.prepare(1.0, mean=False, scales=False)
-        self._wait = plan.wait
+        self._wait, self._gone = plan.wait, plan.gone
         self._threads = plan.group.own_cores
         self._readiness = Readiness(layout, plan.buckets)
 
@@ -309,11 +272,44 @@ class Schedule:
         self.factors, self.divisor = self._combine(weights, factors)
 
     def _combine(self, weights: Numbers, factors: Numbers) -> tuple[Numbers, float]:
-        return combined(weights, factors, mean=self.mean)
+        """Return the factors of arrays with these weights, and the divisor."""
+        if self.mean and factors == weights and len({*weights}) == 1:
+            # A mean of arrays with equal weights needs no factors.
+            return (), float(len(weights))
+        divisor = sum(weights) if self.mean else 1.0
+        return () if {*factors} == {1} else factors, divisor
+
+    def _read_weights(self, words: list[int], given: list[int]) -> None:
+        """Note the numbers that ranks have ``given``; if their words are even, 1."""
+        half = len(given) // 2
+        weights, factors = (
+            [number_of(part[rank]) if words[rank] & 1 else 1.0 for rank in self.counted]
+            for part in (given[:half], given[half:])
+        )
+        self._note_weights(weights, factors)
+
+    def _all_that_live(self, read: Callable[[], list[int]], least: int) -> list[int]:
+        """Return the ranks whose words have a value; none while another lives."""
+        # Before the words: a rank may have written its own, and then died.
+        if not (dead := self._gone()):
+            return []
+        words = read()
+        here = [rank for rank, word in enumerate(words) if word >= least]
+        return here if len({*here} | dead) == len(words) else []
 
     def copy_in(self, inputs: Mapping[str, Array]) -> None:
-        """Copy arrays to `arrays`."""
-        staging.copy_in(inputs, self.arrays, self.sent, self.scale)
+        """Copy arrays to `arrays`, times `scale`.
+
+        One that is itself a view of `sent` is read before any array is written, even if
+        it is the only one: NumPy 2.4 computes ``x[512:1012] = x[250:1250:2]`` wrongly.
+        """
+        share, plain, memory = np.may_share_memory, np.ndarray, self.sent
+        for name, array in inputs.items():
+            if (type(array) is not plain or share(array, memory)) and overlap(
+                array, memory
+            ):
+                inputs = {**inputs, name: array.copy()}
+        staging.copy(inputs, self.arrays, self.scale)
 
     def add(self, name: str) -> None:
         """Offer the buckets that are ready now that one more of `arrays` is."""

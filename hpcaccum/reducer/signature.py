@@ -6,14 +6,12 @@ these numbers while the data travel; only if they differ do they exchange the fa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from hpcaccum.errors import format_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from hpcaccum.mpi import Group
 
 # The signature of a rank that takes part only to raise.
 FAILED = 0
@@ -48,21 +46,3 @@ class Interruption(Exception):
         ranks = [rank for rank, note in notes.items() if note is not None]
         super().__init__(f"{what}: interrupted by {format_ranks(ranks)}")
         self.notes = notes
-
-
-def explain(
-    group: Group,
-    what: str,
-    facts: Mapping[str, str],
-    error: Exception | None,
-    note: Any = None,
-) -> NoReturn:
-    """Raise on every rank what is wrong on one, or which fact differs. Collective."""
-    reports = group.raise_present(what, error, (facts, note))
-    notes = {rank: note for rank, (_, note) in reports.items()}
-    if any(note is not None for note in notes.values()):
-        raise Interruption(what, notes)
-    group.compare(what, {rank: facts for rank, (facts, _) in reports.items()})
-    if len(reports) < group.size:
-        raise Interruption(what, notes)
-    raise RuntimeError(f"{what}: ranks make different calls, but their arguments agree")

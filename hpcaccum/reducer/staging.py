@@ -37,26 +37,6 @@ def copy(
             copyto(place, given)
 
 
-def copy_in(
-    inputs: Mapping[str, Array],
-    arrays: Mapping[str, Array],
-    memory: Array,
-    factor: float,
-) -> None:
-    """Copy inputs times a factor to a schedule's arrays, all views of ``memory``.
-
-    An input that is itself a view of it is read before any array is written, even if
-    it is the only one: NumPy 2.4 computes ``x[512:1012] = x[250:1250:2]`` wrongly.
-    """
-    share, plain = np.may_share_memory, np.ndarray
-    for name, array in inputs.items():
-        if (type(array) is not plain or share(array, memory)) and overlap(
-            array, memory
-        ):
-            inputs = {**inputs, name: array.copy()}
-    copy(inputs, arrays, factor)
-
-
 def stages(buckets: list[slice]) -> list[slice]:
     """Return where each bucket lies if it is copied in by `Staging`.
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.layout import ALIGNMENT
 from hpcaccum.mpi import AtomicWords, NodeMemory, bits
-from hpcaccum.reducer.schedule import Schedule, all_that_live, given_numbers
+from hpcaccum.reducer.schedule import Schedule
 from hpcaccum.reducer.staging import StagedCopies, Staging, copy, stages
 from hpcaccum.summation import Quiet, add_in_order
 
@@ -69,7 +69,7 @@ class NodeSum(Schedule):
         )
         parts = [part.view(layout.dtype) for part in self._memory.parts]
         super().__init__(plan, parts[group.rank], self._memory.common.view(wide))
-        self._parts, self._gone = parts, plan.gone
+        self._parts = parts
         self.result_bytes = common if group.rank == 0 else 0
         self.stripe_slices = mine
         self.stripes = [self.received[each] for each in mine]
@@ -120,7 +120,7 @@ class NodeSum(Schedule):
     def _may_go_on(self, least: int) -> bool:
         """Look whether all ranks have contributed but those that have died."""
         read = self._words.read_range
-        here = all_that_live(self._gone, lambda: read(0, self._size), least)
+        here = self._all_that_live(lambda: read(0, self._size), least)
         if 0 < len(here) < self._size:
             self.counted, self._weighted = here, True
         return bool(here)
@@ -129,7 +129,7 @@ class NodeSum(Schedule):
         """Sum the next stripe, of which all ranks have contributed the inputs."""
         if not self.summed and (self._weighted or functools.reduce(or_, words) & 1):
             given = self._words.read_range(4 * self._size, 2 * self._size)
-            self._note_weights(*given_numbers(words, given, self.counted))
+            self._read_weights(words, given)
         inputs, out = self._inputs[self.summed], self.stripes[self.summed]
         parts = [inputs[word >> 1 & 1][rank] for rank, word in enumerate(words)]
         factors = self.factors

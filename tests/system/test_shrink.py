@@ -160,7 +160,7 @@ SMALL, LARGE = 100, 700_000
 # Before and after the gradient of a rank is there for the others.
 WITHOUT = [
     (SMALL, "one_shot.OneShot._all_agree", "before"),
-    (LARGE, "schedule.copy_in", "after"),
+    (LARGE, "schedule.Schedule.copy_in", "after"),
     (LARGE, "two_shot.NodeSum.contribute", "before"),
 ]
 WITH = [
@@ -248,7 +248,7 @@ def test_all_ways_to_update_go_on(counted, case, mode):
 
 
 def test_a_rank_that_is_lost_while_it_leaves_is_left_out(counted):
-    case = LATE[1][0], "reducer.explain", "before"
+    case = LATE[1][0], "reducer.Reducer._explain", "before"
 
     assert counted(PROGRAM, 3, case, "leave") == all_of(3, 4, "01")
 
