@@ -15,10 +15,12 @@ import numpy as np
 
 from hpcaccum.device import kernels, tables
 from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.overlap import bounds, sharing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from hpcaccum.dtypes import Array
     from hpcaccum.optimizers.snapshot import State
 
 
@@ -56,14 +58,23 @@ class Plan:
     """The tables for one set of variables on one stream."""
 
     def __init__(self, kernel: str, states: tuple[State, ...]) -> None:
-        memory = _Memory(states)
         self._states = states
         self._wide = [accumulation_dtype(state.variable.dtype) for state in states]
-        groups = memory.separate(_by_dtype(states))
+        values = [state.variable.value for state in states]
+        slots = [each.value for state in states for each in state.slots.values()]
+        memory, groups = [*values, *slots], _by_dtype(states)
+        shared = sharing(dict(enumerate(memory))) is not None
+        spans = sorted(span for span in map(bounds, memory) if span[0] < span[1])
+        low, high = np.array(spans or [(0, 0)], np.uint64).T
+        # Of a span and of all before it.
+        places = low, np.maximum.accumulate(high)
+        if shared:
+            # Launches follow each other, blocks of one launch do not.
+            groups = [[i] for i in sorted(i for group in groups for i in group)]
         self._groups = [_group(kernel, states, members) for members in groups]
         # No method of this object: a cycle would keep the tables until it is collected.
         self._located: Callable[..., _Located] = functools.lru_cache(tables.RECENT)(
-            functools.partial(_locate, memory, self._wide, self._groups)
+            functools.partial(_locate, values, places, shared, self._wide, self._groups)
         )
 
     def update(
@@ -90,56 +101,6 @@ class _Located(NamedTuple):
     # On the device, for each group; a row of 2 int64 for each variable: address and
     # kind of dtype.
     tables: list[Any]
-
-
-class _Memory:
-    """Where the values and slots of variables lie."""
-
-    def __init__(self, states: tuple[State, ...]) -> None:
-        values: list[Any] = [state.variable.value for state in states]
-        self._places = [(value.data.ptr, value.dtype) for value in values]
-        self.sizes = np.array([value.size for value in values])
-        slots: list[Any] = [
-            slot.value for state in states for slot in state.slots.values()
-        ]
-        spans = sorted(
-            (array.data.ptr, array.data.ptr + array.nbytes)
-            for array in [*values, *slots]
-            if array.size
-        )
-        self._low = np.array([low for low, _ in spans], np.uint64)
-        # Of this span and of all before it.
-        high = np.array([high for _, high in spans], np.uint64)
-        self._high = np.maximum.accumulate(high) if len(high) else high
-        # Whether variables or slots share memory.
-        self._shared = bool((self._low[1:] < self._high[:-1]).any())
-
-    def separate(self, groups: list[list[int]]) -> list[list[int]]:
-        """Split groups into single variables, in order, if variables share memory.
-
-        Launches follow each other, blocks of one launch do not.
-        """
-        if not self._shared:
-            return groups
-        return [[i] for i in sorted(i for group in groups for i in group)]
-
-    def crossing(self, places: tuple[int, ...], dtypes: tuple[Any, ...]) -> list[int]:
-        """Return which gradients share memory with a variable, unless it is their own.
-
-        Blocks that update that variable run at the same time. The gradient of ``x * y``
-        by ``y`` is ``x``. A gradient that is its own variable counts, too, if variables
-        share memory: an earlier launch may change it.
-        """
-        begin = np.array(places, np.uint64)
-        sizes = self.sizes * [dtype.itemsize for dtype in dtypes]
-        last = np.searchsorted(self._low, begin + sizes.astype(np.uint64)) - 1
-        suspect = (last >= 0) & (self.sizes > 0)
-        suspect &= self._high[last] > begin if len(self._high) else False
-        return [
-            i
-            for i in np.flatnonzero(suspect).tolist()
-            if self._shared or (places[i], dtypes[i]) != self._places[i]
-        ]
 
 
 def _by_dtype(states: tuple[State, ...]) -> list[list[int]]:
@@ -173,13 +134,27 @@ def _places(grads: Sequence[Any]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
 
 
 def _locate(
-    memory: _Memory,
+    values: Sequence[Any],
+    memory: tuple[Array, Array],
+    shared: bool,
     wide: list[np.dtype[Any]],
     groups: list[_Group],
     places: tuple[int, ...],
     dtypes: tuple[Any, ...],
 ) -> _Located:
-    copied = set(memory.crossing(places, dtypes))
+    sizes = [v.size * dtype.itemsize for v, dtype in zip(values, dtypes, strict=True)]
+    begin, (low, high) = np.array(places, np.uint64), memory
+    end = begin + np.array(sizes, np.uint64)
+    before = np.searchsorted(low, end) - 1
+    crossing = (before >= 0) & (high[before] > begin) & (end > begin)
+    # Blocks that update another variable run at the same time: the gradient of `x * y`
+    # by `y` is `x`. If variables share memory, an earlier launch may also change a
+    # gradient that is its own variable.
+    copied = {
+        i
+        for i in np.flatnonzero(crossing).tolist()
+        if shared or (places[i], dtypes[i]) != (values[i].data.ptr, values[i].dtype)
+    }
     # A kernel reads no gradient that is wider than its arithmetic.
     copied |= {i for i, dtype in enumerate(dtypes) if dtype.itemsize > wide[i].itemsize}
     if copied:
