@@ -22,7 +22,6 @@ from hpcaccum.jax.structure import Structure, is_key, key_data
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import MPI, Freeable, Group, group_of, lack_of_threads
 from hpcaccum.optimizers import Variable, start
-from hpcaccum.optimizers.adapter import checksum
 from hpcaccum.optimizers.finite import check_choice, to_drop
 from hpcaccum.optimizers.shard_reducer import ShardReducer
 
@@ -308,7 +307,7 @@ class Averager(Freeable):
         given, weight = map(np.asarray, leaves[:count]), np.asarray(leaves[count])
         arrays = dict(zip(self._structure.names, given, strict=True))
         means = {name: np.empty_like(array) for name, array in arrays.items()}
-        checksums = (checksum(np.asarray(each)) for each in leaves[count + 1 :])
+        checksums = (start.checksum(np.asarray(each)) for each in leaves[count + 1 :])
         self._shard.facts = dict(zip(names, checksums, strict=True))
         try:
             named = ((name, array, array.dtype) for name, array in arrays.items())

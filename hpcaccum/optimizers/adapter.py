@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, TypedDict
-
-import numpy as np
 
 from hpcaccum.mpi import Freeable
 
@@ -62,16 +59,3 @@ def check_known(what: str, options: Iterable[str], known: Iterable[str]) -> None
     """Raise TypeError for a keyword argument that an adapter does not have."""
     for name in {*options} - {*known}:
         raise TypeError(f"{what} got an unexpected keyword argument {name!r}")
-
-
-def checksum(*values: object) -> int:
-    """Return a number of 64 bits of arrays, and of the ``repr`` of other values."""
-    found = hashlib.blake2b(digest_size=8)
-    for value in values:
-        if isinstance(value, np.ndarray):
-            found.update(repr((value.dtype, value.shape)).encode())
-            flat = np.ascontiguousarray(value).reshape(-1)
-            found.update(flat.view(np.uint8).data)
-        else:
-            found.update(repr(value).encode())
-    return int.from_bytes(found.digest(), "big")

@@ -57,7 +57,7 @@ def broadcast(
 ) -> None:
     """Set the variables of all ranks of a group to those of one rank. Collective."""
     for var in variables:
-        buffer = _copy(var)
+        buffer = np.array(to_host(var.value), order="C")
         data = _bytes(buffer)
         for start in range(0, data.size, _CHUNK_BYTES):
             piece = data[start : start + _CHUNK_BYTES]
@@ -73,14 +73,8 @@ def compare(
     group: Group, variables: Sequence[Variable], ranks: Sequence[int], what: str
 ) -> None:
     """Raise unless the variables have the same bytes on all ranks. Collective."""
-    # Imported here, as it is slow.
-    import hashlib
-
-    digests = [
-        hashlib.blake2b(_bytes(_copy(var)).data, digest_size=16).digest()
-        for var in variables
-    ]
-    everybody = group.allgather(digests, what)
+    checksums = [checksum(to_host(var.value)) for var in variables]
+    everybody = group.allgather(checksums, what)
     for number, var in enumerate(variables):
         odd = [
             ranks[rank]
@@ -95,8 +89,19 @@ def compare(
             )
 
 
-def _copy(var: Variable) -> Array:
-    return np.array(to_host(var.value), order="C")
+def checksum(*values: object) -> int:
+    """Return a number of 64 bits of arrays, and of the ``repr`` of other values."""
+    # Imported here, as it is slow.
+    import hashlib
+
+    found = hashlib.blake2b(digest_size=8)
+    for value in values:
+        if isinstance(value, np.ndarray):
+            found.update(repr((value.dtype, value.shape)).encode())
+            found.update(_bytes(np.ascontiguousarray(value)).data)
+        else:
+            found.update(repr(value).encode())
+    return int.from_bytes(found.digest(), "big")
 
 
 def _bytes(contiguous: Array) -> Array:

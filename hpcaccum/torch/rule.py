@@ -12,8 +12,8 @@ import torch
 
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers import Optimizer, Variable
-from hpcaccum.optimizers.adapter import checksum
 from hpcaccum.optimizers.base import KeptState
+from hpcaccum.optimizers.start import checksum
 from hpcaccum.optimizers.update_rule import finite
 from hpcaccum.rows import IndexedSlices
 from hpcaccum.torch.gradients import gradient_of, needs_for_rows
@@ -227,9 +227,9 @@ class TorchRule(Optimizer):
         """Return text that is the same for the same state of the own parameters."""
         state = self._original.optimizer.state
         found = [
-            (name, part, _comparable(value))
+            (name, part, array_of(v.cpu()) if isinstance(v, torch.Tensor) else v)
             for name, parameter in self.parameters.items()
-            for part, value in sorted(state.get(parameter, {}).items())
+            for part, v in sorted(state.get(parameter, {}).items())
         ]
         number = checksum(*itertools.chain(*found))
         return f"checksum {number:016x}" if state else "none"
@@ -337,10 +337,6 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
         # PyTorch refuses it in CPU memory, where there is no CUDA graph.
         found[_CAPTURABLE] = False
     return found
-
-
-def _comparable(value: Any) -> Any:
-    return array_of(value.cpu()) if isinstance(value, torch.Tensor) else value
 
 
 def _in_cpu_memory(value: Any) -> Any:
