@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol, SupportsFloat
 import numpy as np
 
 from hpcaccum.accumulator import Receipt
-from hpcaccum.device import library
+from hpcaccum.device import copyto, library
 from hpcaccum.dtypes import Array, accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.checks import (
@@ -32,7 +32,6 @@ from hpcaccum.optimizers.snapshot import (
     Parts,
     check_snapshot,
     plain,
-    set_state,
     set_values,
     snapshot_of,
 )
@@ -133,13 +132,11 @@ class Optimizer(abc.ABC):
             self.initialize(variables)
         factor = check_grad_loss(grad_loss)
         grads = call_loss(loss, variables)
-        pairs: Pairs = []
-        for grad, variable in zip(grads, variables, strict=True):
-            checked = None if grad is None else check_gradient(grad, variable)
-            if checked is not None and factor is not None:
-                checked = scaled(checked, factor)
-            pairs.append((checked, variable))
-        return pairs
+        pairs: Pairs = [
+            (None if grad is None else check_gradient(grad, variable), variable)
+            for grad, variable in zip(grads, variables, strict=True)
+        ]
+        return pairs if factor is None else with_factor(pairs, factor)
 
     @abc.abstractmethod
     def apply_gradients(
@@ -318,20 +315,21 @@ class KeptState:
 
     def set(self, states: Mapping[str, Parts]) -> None:
         """Set the state to that of a snapshot."""
-        set_state(self.parts(), states, self._optimizer.get_name())
+        kept, what = self.parts(), self._optimizer.get_name()
+        for name, parts in states.items():
+            for part, value in parts.items():
+                if (name, part) not in kept:
+                    raise InvalidArgumentError(
+                        f"{what} has no slot {part!r} of {name!r} before the first "
+                        f"update, and cannot restore it"
+                    )
+                copyto(kept[name, part].value, np.asarray(value))
 
     def forget(self) -> None:
         """Drop the state, as the variables will not be updated any more."""
 
     def release(self) -> None:
         """Free memory that the next update would allocate again."""
-
-
-def set_global_step(global_step: Any, number: int) -> None:
-    """Set a global step, unless it is None."""
-    checked = check_global_step(global_step)
-    if checked is not None:
-        checked.value[...] = number
 
 
 def scaled(grad: Gradient, factor: float) -> Gradient:

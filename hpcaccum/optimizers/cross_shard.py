@@ -8,7 +8,7 @@ import numpy as np
 
 from hpcaccum.accumulator import Receipt
 from hpcaccum.arguments import check_wire_dtype, wire_format
-from hpcaccum.device import release, to_host
+from hpcaccum.device import cupy, is_device, release, to_host
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Group, Objects, group_of
 from hpcaccum.optimizers.base import ExchangeKind, Optimizer, with_factor
@@ -19,12 +19,7 @@ from hpcaccum.optimizers.checks import (
     exchanged_weight,
     listed,
 )
-from hpcaccum.optimizers.shard_reducer import (
-    ShardReducer,
-    device_sums,
-    layout_of,
-    row_formats,
-)
+from hpcaccum.optimizers.shard_reducer import ShardReducer, layout_of, row_formats
 from hpcaccum.optimizers.slices import exchanged, with_sums
 from hpcaccum.optimizers.snapshot import set_values
 from hpcaccum.optimizers.start import broadcast, compare, signature, warn_of_wider
@@ -37,7 +32,6 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI as mpi4py_MPI
 
-    from hpcaccum.accumulator import Tally
     from hpcaccum.dtypes import Array
     from hpcaccum.optimizers.checks import Loss, Pairs, PairsLike, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
@@ -182,7 +176,9 @@ class CrossShardOptimizer(Wrapper):
             layout = layout_of(variables, self._group.size)
             rows = row_formats(variables)
             wire_format(self._options["wire_dtype"], layout.dtype)
-            sums = device_sums(variables)
+            sums: dict[str, Array] = {}
+            if is_device(variables[0].value):
+                sums = layout.views(cupy().zeros(layout.size, layout.dtype))
             if self._options["on_loss"] != RAISE and (sums or rows):
                 raise InvalidArgumentError(
                     f"{self.get_name()}: on_loss={self._options['on_loss']!r} is not "
@@ -219,15 +215,9 @@ class CrossShardOptimizer(Wrapper):
         )
 
     def _ensure_initialized(self, var_list: Variables | None) -> ShardReducer:
-        """Initialize at the first call; return the reducer.
-
-        Other variables later are an error of the exchange, on all ranks.
-        """
-        if self._shard is None:
-            self.initialize(var_list)
-        else:
-            self._check_open()
-            self._shard.check_present()
+        """Initialize at the first call; return the reducer."""
+        # Other variables later are an error of the exchange, on all ranks.
+        self.initialize(var_list if self._shard is None else None)
         return self._any_shard()
 
     def _check_start(self, var_list: Variables | None) -> list[Variable]:
@@ -385,17 +375,8 @@ class CrossShardOptimizer(Wrapper):
         return self._initialized(self._shard)
 
     @property
-    def global_step(self) -> int:
-        """Number of updates so far; after `free`, in total."""
-        return self._any_shard().step
-
-    def statistics(self) -> Tally:
-        """Return how many gradients of each rank of the group were part of an update.
-
-        Ranks are numbered as in the group's list. A rank that has left knows the rest
-        after `free`.
-        """
-        return self._any_shard().tally()
+    def _exchanges(self) -> Sequence[ShardReducer]:
+        return [] if self._shard is None else [self._shard]
 
     def _read(self, names: Sequence[str]) -> list[Array]:
         return [np.array(to_host(self._values[name])) for name in names]
@@ -465,11 +446,6 @@ class CrossShardOptimizer(Wrapper):
         what, first = self._call("assign"), self._group.rank == 0
         self._group.agree(what, lambda: self.before_assign(first), lambda _: {})
         broadcast(self._group, check_variables(self._variables), what)
-
-    @property
-    def waited(self) -> float:
-        """Seconds that this rank has spent in the exchange."""
-        return 0.0 if self._shard is None else self._shard.waited
 
     def leave(self) -> None:
         """Declare that this rank contributes no more gradients.

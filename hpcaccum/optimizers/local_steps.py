@@ -12,7 +12,7 @@ from hpcaccum.arguments import integer, positive_count
 from hpcaccum.device import copyto, cupy, library, release
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.optimizers.base import KeptState, Optimizer
+from hpcaccum.optimizers.base import Optimizer
 from hpcaccum.optimizers.checks import check_sparse
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 from hpcaccum.optimizers.served import fragments_of
@@ -20,7 +20,7 @@ from hpcaccum.optimizers.wrapper import check_inner, one_thread
 from hpcaccum.server import ServerOptions, factors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from mpi4py import MPI as mpi4py_MPI
 
@@ -257,18 +257,6 @@ class LocalStepsOptimizer(LocalSteps):
         # Pushes whose answers are taken later, by number of a fragment.
         self._flights: dict[int, Receipt] = {}
 
-    def _outer_of(self, fragment: Sequence[Variable]) -> Optimizer:
-        return self.outer if self._fragments == 1 else self.outer._fragment(fragment)
-
-    def _kept_state(self, var_list: Variables | None) -> KeptState:
-        if self._fragments == 1:
-            return super()._kept_state(var_list)
-        variables = self._given_or_known(var_list)
-        fragments = fragments_of(variables, self._fragments)
-        return KeptInFragments(
-            self, variables, [self._outer_of(f)._kept_state(f) for f in fragments]
-        )
-
     def _check_start(self, var_list: Variables | None) -> list[Variable]:
         variables = super()._check_start(var_list)
         needs = "an optimizer that pushes gradients, not differences"
@@ -354,30 +342,6 @@ class LocalStepsOptimizer(LocalSteps):
     def _free(self) -> None:
         super()._free()
         release(self._before)
-
-
-class KeptInFragments(KeptState):
-    """The state of variables whose fragments have servers of their own."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        variables: list[Variable],
-        fragments: Sequence[KeptState],
-    ) -> None:
-        super().__init__(optimizer, variables)
-        self._fragments = fragments
-
-    def check(self, snapshot: Any) -> None:
-        """Raise unless the part of each fragment can be set."""
-        super().check(snapshot)
-        for each in self._fragments:
-            names = [var.name for var in each.variables]
-            found = {
-                part: {name: snapshot[part].get(name, {}) for name in names}
-                for part in ("variables", "state")
-            }
-            each.check({**snapshot, **found})
 
 
 def _checked_overlap(fragments: Any, overlap: Any, period: int) -> tuple[int, int]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import math
-import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,12 +13,7 @@ from hpcaccum.arguments import wire_format
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import group_of
-from hpcaccum.optimizers.base import (
-    ExchangeKind,
-    KeptState,
-    Optimizer,
-    with_factor,
-)
+from hpcaccum.optimizers.base import ExchangeKind, Optimizer, with_factor
 from hpcaccum.optimizers.checks import (
     capacities,
     check_pairs,
@@ -38,8 +31,8 @@ from hpcaccum.optimizers.served import (
     paused,
     read,
 )
-from hpcaccum.optimizers.slices import pushed
-from hpcaccum.optimizers.snapshot import set_values, together
+from hpcaccum.optimizers.slices import exchanged
+from hpcaccum.optimizers.snapshot import check_snapshot, set_values, together
 from hpcaccum.optimizers.start import warn_of_wider
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import Wrapper, one_thread
@@ -56,7 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from hpcaccum.accumulator import Receipt, Tally
+    from hpcaccum.accumulator import Receipt
     from hpcaccum.dtypes import Array
     from hpcaccum.optimizers.checks import Loss, Pairs, PairsLike, Variables
     from hpcaccum.optimizers.snapshot import Parts
@@ -250,7 +243,16 @@ class OneSidedOptimizer(Wrapper):
         self._group.allgather(None, self._call("initialize"))
 
     def _outer_of(self, fragment: Sequence[Variable]) -> Optimizer:
-        return self.outer
+        return self.outer if self._fragments == 1 else self.outer._fragment(fragment)
+
+    def _check_snapshot(self, snapshot: Any, variables: list[Variable]) -> None:
+        check_snapshot(snapshot, variables)
+        for fragment in fragments_of(variables, self._fragments):
+            parts = {
+                part: {v.name: snapshot[part].get(v.name, {}) for v in fragment}
+                for part in ("variables", "state")
+            }
+            self._outer_of(fragment)._kept_state(fragment).check({**snapshot, **parts})
 
     def _check_start(self, var_list: Any) -> list[Variable]:
         variables = super()._check_start(var_list)
@@ -409,7 +411,7 @@ class OneSidedOptimizer(Wrapper):
 
     def _send(self, pairs: Pairs, weight: float) -> Receipt:
         served = self._served[0]
-        grads = pushed(pairs, served.server.gradient_arrays)
+        grads = exchanged(pairs, served.server.gradient_arrays)
         receipt = served.server.push(grads, self._local_step, weight)
         self._after(served, receipt)
         return receipt
@@ -481,9 +483,6 @@ class OneSidedOptimizer(Wrapper):
 
     # Questions, on every rank
 
-    def _kept_state(self, var_list: Variables | None) -> KeptState:
-        return self.outer._kept_state(self._given_or_known(var_list))
-
     def get_slot(self, var: Variable, name: str) -> Variable | None:
         """Return a slot of this rank's variable or, on the host rank, of the center's.
 
@@ -544,21 +543,11 @@ class OneSidedOptimizer(Wrapper):
             return together([each.snapshot() for each in served])
 
     @property
-    def global_step(self) -> int:
-        """Number of updates of the center so far; after `free`, in total."""
-        return sum(each.server.step for each in self._any())
-
-    @property
-    def waited(self) -> float:
-        """Seconds that this rank has waited for other ranks."""
-        return float(sum(each.server.waited for each in self._served))
+    def _exchanges(self) -> Sequence[ParameterServer]:
+        return [each.server for each in self._served]
 
     def _read(self, names: Sequence[str]) -> list[Array]:
         return read(self._any(), names)
-
-    def statistics(self) -> Tally:
-        """Return how many gradients of each rank were accepted and dropped so far."""
-        return functools.reduce(operator.add, [s.server.tally() for s in self._any()])
 
     def leave(self) -> None:
         """Declare that this rank contributes no more gradients. Not collective.

@@ -22,7 +22,7 @@ import numpy as np
 from hpcaccum.device import to_host
 from hpcaccum.optimizers.snapshot import COUNT, plain, snapshot_of
 from hpcaccum.optimizers.start import broadcast
-from hpcaccum.optimizers.update_rule import flat_rule
+from hpcaccum.optimizers.update_rule import FlatRule, Rule
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.server import ParameterServer, joined
 
@@ -56,7 +56,10 @@ class Served:
     def __init__(self, setup: ServerSetup, outer: Optimizer) -> None:
         self._group, self._outer, self.values = setup.group, outer, setup.initial
         # The updates of ``outer`` as those of a vector: the server may call it instead.
-        self._flat = flat_rule(outer)
+        # An optimizer of the user may be elementwise, but only a `Rule` updates pieces.
+        self._flat: FlatRule | None = None
+        if isinstance(outer, Rule) and outer.elementwise:
+            self._flat = FlatRule(outer)
         self.step, self.useful = -1, 0
         self.server = ParameterServer(setup, self._flat, self.pull_all)
         # On a server only; each of several has parts of the variables.

@@ -11,7 +11,6 @@ import numpy as np
 from hpcaccum import metrics
 from hpcaccum.accumulator import Tally
 from hpcaccum.arguments import converted
-from hpcaccum.device import cupy, is_device
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import (
     NO_MORE_DATA,
@@ -411,7 +410,7 @@ def _mean(
     return means
 
 
-# What is reduced, and memory for results
+# What is reduced
 
 
 def layout_of(variables: Iterable[Variable], ranks: int) -> Layout:
@@ -436,12 +435,3 @@ def row_formats(variables: Iterable[Variable]) -> dict[str, RowFormat]:
         for var in variables
         if var.sparse
     }
-
-
-def device_sums(variables: Sequence[Variable]) -> dict[str, Array]:
-    """Return memory for the results of variables on a device; nothing for others."""
-    values = {var.name: var.value for var in variables}
-    if not is_device(variables[0].value):
-        return {}
-    layout = Layout.of(values)
-    return layout.views(cupy().zeros(layout.size, layout.dtype))

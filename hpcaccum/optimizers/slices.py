@@ -50,21 +50,37 @@ def check_slices(grad: IndexedSlices, variable: Variable) -> IndexedSlices:
     return grad
 
 
-def exchanged(pairs: Sequence[tuple[Gradient | None, Variable]]) -> dict[str, Any]:
-    """Return what a collective optimizer exchanges of gradients, by name.
+def exchanged(
+    pairs: Sequence[tuple[Gradient | None, Variable]],
+    places: Callable[[], Mapping[str, Array]] | None = None,
+) -> dict[str, Any]:
+    """Return what is exchanged of the gradients that are not None, by name.
 
-    For a sparse variable these are rows, for others arrays.
+    For a sparse variable these are rows, for others arrays. A server has ``places`` for
+    its arrays, and for rows up to the `capacity` of the variable.
     """
+    to_rows = _sparse_rows if places is None else _limited_rows
     found: dict[str, Any] = {}
+    slices: list[tuple[IndexedSlices, Variable]] = []
     for grad, var in pairs:
-        dtype = accumulation_dtype(var.dtype)
         if grad is not None and var.sparse:
-            found[var.name] = _sparse_rows(grad, var, dtype)
-        elif isinstance(grad, IndexedSlices):
-            found[var.name] = np.empty(var.shape, dtype)
-            add_slices(found[var.name], grad, first=True)
+            found[var.name] = to_rows(grad, var, accumulation_dtype(var.dtype))
         elif grad is not None:
             found[var.name] = grad
+            if isinstance(grad, IndexedSlices):
+                slices.append((grad, var))
+    memory = places() if slices and places is not None else {}
+    for grad, var in slices:
+        place = memory.get(var.name)
+        others = [
+            each if isinstance(each, np.ndarray) else each.values
+            for name, each in found.items()
+            if name != var.name
+        ]
+        if place is None or any(crossing(others, [place])):
+            place = np.empty(var.shape, accumulation_dtype(var.dtype))
+        add_slices(place, grad, first=True)
+        found[var.name] = place
     return found
 
 
@@ -86,30 +102,6 @@ def with_sums(
 
 def _summed(total: Array | Rows, variable: Variable) -> Gradient:
     return sliced(total, variable.shape) if isinstance(total, Rows) else total
-
-
-def pushed(
-    pairs: Sequence[tuple[Gradient | None, Variable]],
-    places: Callable[[], Mapping[str, Array]],
-) -> dict[str, Array | Rows]:
-    """Return what is sent to a server of the gradients that are not None, by name.
-
-    For a sparse variable these are rows, for others arrays.
-    """
-    grads: dict[str, Any] = {}
-    to_write = []
-    for grad, var in pairs:
-        if var.sparse and grad is not None:
-            grads[var.name] = _limited_rows(grad, var, accumulation_dtype(var.dtype))
-        elif grad is not None:
-            grads[var.name] = grad
-            if isinstance(grad, IndexedSlices):
-                to_write.append(var.name)
-    if to_write:
-        memory = places()
-        written = {name: _written(memory[name], name, grads) for name in to_write}
-        grads.update(written)
-    return grads
 
 
 def copied_rows(
@@ -136,18 +128,6 @@ def _limited_rows(grad: Gradient, variable: Variable, dtype: np.dtype[Any]) -> R
             f"most {variable.capacity} can be sent (capacity=)"
         )
     return rows
-
-
-def _written(place: Array, name: str, grads: Mapping[str, Gradient | Rows]) -> Array:
-    """Return an array with a gradient of rows: ``place`` if no other one lies there."""
-    for other, grad in grads.items():
-        array = grad if isinstance(grad, np.ndarray) else grad.values
-        if other != name and overlap(array, place):
-            place = np.empty_like(place)
-    grad = grads[name]
-    assert isinstance(grad, IndexedSlices)
-    add_slices(place, grad, first=True)
-    return place
 
 
 def add_slices(total: Array, grad: IndexedSlices, first: bool) -> None:

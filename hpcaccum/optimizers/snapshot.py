@@ -12,7 +12,7 @@ from hpcaccum.arguments import step_number
 from hpcaccum.device import copyto, cupy, is_device, to_host
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.optimizers.variable import Variable, is_float, is_integer
+from hpcaccum.optimizers.variable import Variable, is_integer
 from hpcaccum.server import check_first_step
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def check_snapshot(snapshot: Any, variables: Sequence[Variable]) -> None:
             f"optimizer has {sorted(names)}"
         )
     for var in variables:
-        _check_array(f"variable {var.name!r}", values[var.name], var.value)
+        check_array(f"variable {var.name!r}", values[var.name], var.value)
 
 
 def _kind(snapshot: Any) -> str:
@@ -155,31 +155,8 @@ def _kind(snapshot: Any) -> str:
     return "None" if snapshot is None else f"a {type(snapshot).__name__}"
 
 
-def check_state(
-    what: str,
-    snapshot: Mapping[str, Any],
-    variables: Sequence[Variable],
-    slots: Sequence[str],
-) -> None:
-    """Raise unless a snapshot has the state that a rule keeps of its variables."""
-    for var in variables:
-        found = snapshot["state"].get(var.name, {})
-        wanted = {*slots, COUNT} if is_float(var.dtype) else set()
-        if set(found) != wanted:
-            raise InvalidArgumentError(
-                f"the snapshot was made with another optimizer: of {var.name!r} it has "
-                f"{sorted(found)}, and {what} keeps {sorted(wanted)}"
-            )
-        like = np.broadcast_to(np.empty((), accumulation_dtype(var.dtype)), var.shape)
-        if wanted and step_number(found[COUNT], COUNT) < 0:
-            raise InvalidArgumentError(
-                f"{var.name!r} has {found[COUNT]} updates in the snapshot"
-            )
-        for part in wanted - {COUNT}:
-            _check_array(f"slot {part!r} of {var.name!r}", found[part], like)
-
-
-def _check_array(what: str, array: Any, like: Array) -> None:
+def check_array(what: str, array: Any, like: Array) -> None:
+    """Raise unless an array of a snapshot has the shape and the dtype of another."""
     found = np.asarray(array)
     if (found.shape, found.dtype) != (like.shape, like.dtype):
         raise InvalidArgumentError(
@@ -192,17 +169,3 @@ def set_values(variables: Sequence[Variable], snapshot: Mapping[str, Any]) -> No
     """Copy a snapshot to variables."""
     for var in variables:
         copyto(var.value, snapshot["variables"][var.name])
-
-
-def set_state(
-    kept: Mapping[Key, Variable], states: Mapping[str, Mapping[str, Any]], what: str
-) -> None:
-    """Copy the states of a snapshot to the state of an optimizer."""
-    for name, parts in states.items():
-        for part, value in parts.items():
-            if (name, part) not in kept:
-                raise InvalidArgumentError(
-                    f"{what} has no slot {part!r} of {name!r} before the first update, "
-                    f"and cannot restore it"
-                )
-            copyto(kept[name, part].value, np.asarray(value))

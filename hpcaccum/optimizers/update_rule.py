@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 
+from hpcaccum.arguments import step_number
 from hpcaccum.device import cupy, tables
 from hpcaccum.dtypes import Array, accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
@@ -29,7 +30,7 @@ from hpcaccum.optimizers.checks import (
 )
 from hpcaccum.optimizers.device_update import Plan
 from hpcaccum.optimizers.slices import Gradient, apart
-from hpcaccum.optimizers.snapshot import Key, State, check_state
+from hpcaccum.optimizers.snapshot import COUNT, Key, State, check_array
 from hpcaccum.optimizers.variable import Variable, is_float
 from hpcaccum.rows import IndexedSlices, Rows, rows_of
 from hpcaccum.spans import traced
@@ -290,8 +291,22 @@ class _KeptByRule(KeptState):
     def check(self, snapshot: Any) -> None:
         super().check(snapshot)
         rule = self._optimizer
-        slots = rule.get_slot_names()
-        check_state(rule.get_name(), snapshot, self.variables, slots)
+        for var in self.variables:
+            found = snapshot["state"].get(var.name, {})
+            wanted = {*rule.get_slot_names(), COUNT} if is_float(var.dtype) else set()
+            if set(found) != wanted:
+                raise InvalidArgumentError(
+                    f"the snapshot was made with another optimizer: of {var.name!r} it "
+                    f"has {sorted(found)}, and {rule.get_name()} keeps {sorted(wanted)}"
+                )
+            dtype = accumulation_dtype(var.dtype)
+            like = np.broadcast_to(np.empty((), dtype), var.shape)
+            if wanted and step_number(found[COUNT], COUNT) < 0:
+                raise InvalidArgumentError(
+                    f"{var.name!r} has {found[COUNT]} updates in the snapshot"
+                )
+            for part in wanted - {COUNT}:
+                check_array(f"slot {part!r} of {var.name!r}", found[part], like)
 
     def forget(self) -> None:
         for variable in self.variables:
@@ -428,16 +443,6 @@ class FlatRule:
         """Count an update of all variables; the first makes their state visible."""
         for state in self._states:
             state.counter[()] += 1
-
-
-def flat_rule(optimizer: Optimizer) -> FlatRule | None:
-    """Return the updates of an optimizer as those of a vector; None if they are not.
-
-    An optimizer of the user may be elementwise, but only a `Rule` can update pieces.
-    """
-    if isinstance(optimizer, Rule) and optimizer.elementwise:
-        return FlatRule(optimizer)
-    return None
 
 
 # Learning rates

@@ -21,7 +21,7 @@ from hpcaccum.arguments import positive_count
 from hpcaccum.device import all_on_device, release
 from hpcaccum.errors import InvalidArgumentError, counted
 from hpcaccum.mpi import Freeable
-from hpcaccum.optimizers.base import ExchangeKind, KeptState, Optimizer, set_global_step
+from hpcaccum.optimizers.base import ExchangeKind, KeptState, Optimizer
 from hpcaccum.optimizers.checks import (
     check_global_step,
     check_trainable,
@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from hpcaccum.mpi import Group
     from hpcaccum.optimizers.checks import Loss, Pairs, Variables
     from hpcaccum.optimizers.finite import OnNonfinite
+    from hpcaccum.optimizers.shard_reducer import ShardReducer
     from hpcaccum.optimizers.update_rule import Rate
+    from hpcaccum.server import ParameterServer
 
 logger = logging.getLogger("hpcaccum")
 
@@ -223,13 +225,17 @@ class Wrapper(Freeable, Optimizer):
                 self._check_known(variables)
             if not is_root:
                 return variables, {}
-            self._kept_state(variables).check(snapshot)
+            self._check_snapshot(snapshot, variables)
             return variables, counts_of(snapshot)
 
         variables, counts = self._group.agree(
             what, check, lambda checked: facts(checked[0])
         )
         return variables, self._group.allgather(counts, what)
+
+    def _check_snapshot(self, snapshot: Any, variables: list[Variable]) -> None:
+        """Raise unless variables, and the state of these, can be set to a snapshot."""
+        self._kept_state(variables).check(snapshot)
 
     def _start(self, variables: list[Variable]) -> None:
         Optimizer.initialize(self, variables)
@@ -260,21 +266,33 @@ class Wrapper(Freeable, Optimizer):
         first gradient.
         """
         for name in {name for names in found for name in names}:
-            set_global_step(self._steps.get(name) or counter(name), self.global_step)
+            if (step := self._steps.get(name) or counter(name)) is not None:
+                step.value[...] = self.global_step
+
+    @property
+    def _exchanges(self) -> Sequence[ParameterServer | ShardReducer]:
+        """What exchanges the gradients; nothing before `initialize`."""
+        raise NotImplementedError
 
     @property
     def global_step(self) -> int:
         """Number of updates so far; after `free`, in total."""
-        raise NotImplementedError
+        return sum(each.step for each in self._initialized(self._exchanges or None))
 
     @property
     def waited(self) -> float:
-        """Seconds that this rank has waited for other ranks."""
-        raise NotImplementedError
+        """Seconds that this rank has waited for others, or spent in reductions."""
+        return float(sum(each.waited for each in self._exchanges))
 
     def statistics(self) -> Tally:
-        """Return how many gradients of each rank were accepted and dropped so far."""
-        raise NotImplementedError
+        """Return how many gradients of each rank were accepted and dropped so far.
+
+        Those of a collective optimizer count what was part of an update, and number the
+        ranks as in their group's list; a rank that has left knows the rest after
+        `free`.
+        """
+        first, *others = self._initialized(self._exchanges or None)
+        return sum((each.tally() for each in others), first.tally())
 
     def _begin_at(self, step: int) -> None:
         """Set the step with which the training begins, for `every`."""
@@ -311,10 +329,8 @@ class Wrapper(Freeable, Optimizer):
 
     def _drops(self, pairs: Pairs) -> bool:
         """Return whether to drop gradients, because they are not finite."""
-        if (choice := self._options["on_nonfinite"]) == "accept":
-            return False
         grads = ((var.name, grad, var.dtype) for grad, var in pairs)
-        return to_drop(self.get_name(), grads, choice)
+        return to_drop(self.get_name(), grads, self._options["on_nonfinite"])
 
     def _metrics(self) -> metrics.Metrics:
         facts = self.global_step, self.waited, self.statistics()
