@@ -61,16 +61,6 @@ class OptaxRule(Optimizer):
             of the last variables. These variables are not updated.
     """
 
-    __slots__ = (
-        "_init",
-        "_kept",
-        "_rule",
-        "_states",
-        "_update",
-        "extra",
-        "structure",
-    )
-
     def __init__(
         self, rule: Any, structure: Structure, extra: Structure, name: str = "optax"
     ) -> None:

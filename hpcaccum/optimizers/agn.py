@@ -12,6 +12,7 @@ from hpcaccum.device import copyto
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import Layout
 from hpcaccum.optimizers.base import Optimizer
+from hpcaccum.optimizers.checks import check_variables
 from hpcaccum.optimizers.local_steps import LocalSteps
 from hpcaccum.optimizers.slices import add_slices, apart, copied_rows
 from hpcaccum.optimizers.variable import Variable
@@ -186,10 +187,6 @@ class AGNOptimizer(LocalSteps):
         super().__init__(optimizer, name, check, place)
         self._getter = custom_getter
         self._share = self._period = self._options["communication_period"]
-        # Names of the variables whose sum is an array that is not zero.
-        self._summed: set[str] = set()
-        # The sums of sparse variables.
-        self._rows = SummedRows([], self._period)
 
     def initialize(self, var_list: Variables | None = None) -> None:
         """Set the center and all ranks' variables to the host rank's. Collective.
@@ -207,13 +204,11 @@ class AGNOptimizer(LocalSteps):
         self._check_registered(variables)
         return variables
 
-    def _start(self, variables: list[Variable]) -> None:
-        super()._start(variables)
-        self._rows = SummedRows(variables, self._period)
-
     def _forget_steps(self) -> None:
-        self._summed.clear()
-        self._rows.clear()
+        # Names of the variables whose sum is an array that is not zero.
+        self._summed: set[str] = set()
+        # The sums of sparse variables.
+        self._rows = SummedRows(check_variables(self._variables), self._period)
 
     def _check_registered(self, variables: Iterable[Variable]) -> None:
         if self._getter is None:
@@ -373,7 +368,7 @@ class SummedRows:
             for name, total in sums.items()
         }
 
-    def clear(self, names: Iterable[str] | None = None) -> None:
-        """Remove all gradients of all, or of some, sparse variables."""
-        for name in self._parts if names is None else names:
+    def clear(self, names: Iterable[str]) -> None:
+        """Remove all gradients of some sparse variables."""
+        for name in names:
             self._parts[name].clear()

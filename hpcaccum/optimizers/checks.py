@@ -53,17 +53,14 @@ def check_variables(var_list: Any) -> list[Variable]:
             )
     if not variables:
         raise InvalidArgumentError("var_list is empty")
-    _check_unique([variable.name for variable in variables])
-    return variables
-
-
-def _check_unique(names: list[str]) -> None:
+    names = [variable.name for variable in variables]
     if len(set(names)) < len(names):
         name = next(name for name in names if names.count(name) > 1)
         raise InvalidArgumentError(
             f"{names.count(name)} variables are named {name!r}; names must be unique: "
             f'pass a name, as Variable(array, "w")'
         )
+    return variables
 
 
 def check_trainable(variables: Iterable[Variable]) -> None:

@@ -71,14 +71,10 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
             most = 2 * workers if staleness is None else integer(staleness, "staleness")
             return {"staleness": most, "lateness": factors_of(lateness, most)}
 
-        super().__init__(
-            opt,
-            name,
-            check,
-            ServerOptions(
-                comm, host, dedicated, servers, on_nonfinite, min_workers, wire_dtype
-            ),
+        place = ServerOptions(
+            comm, host, dedicated, servers, on_nonfinite, min_workers, wire_dtype
         )
+        super().__init__(opt, name, check, place)
         self._max_lag = self._options["staleness"]
         self._factors = self._options["lateness"]
         # The step of the parameters in the last compute_gradients; None before it.

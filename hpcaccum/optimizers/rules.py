@@ -22,8 +22,7 @@ class SGD(Rule):
     An `IndexedSlices` has the same effect as an array that is zero elsewhere.
 
     Args:
-        learning_rate: As in `Rule`.
-        name: As in `Rule`.
+        learning_rate, name: As in `Rule`.
 
     Source: Robbins and Monro, A Stochastic Approximation Method, 1951; TensorFlow's
     GradientDescentOptimizer.
@@ -53,10 +52,9 @@ class Momentum(Rule):
     values; with an array that is zero there, it does both.
 
     Args:
-        learning_rate: As in `Rule`.
+        learning_rate, name: As in `Rule`.
         momentum: A finite number.
         use_nesterov: Whether to use Nesterov's form.
-        name: As in `Rule`.
 
     Source: Sutskever et al., On the importance of initialization and momentum in deep
     learning, 2013, in the form of TensorFlow's MomentumOptimizer, whose accumulator
@@ -108,9 +106,8 @@ class Adagrad(Rule):
     An `IndexedSlices` has the same effect as an array that is zero elsewhere.
 
     Args:
-        learning_rate: As in `Rule`.
+        learning_rate, name: As in `Rule`.
         initial_accumulator_value: More than 0.
-        name: As in `Rule`.
 
     Source: Duchi, Hazan and Singer, Adaptive Subgradient Methods for Online Learning
     and Stochastic Optimization, 2011; TensorFlow's AdagradOptimizer.
@@ -167,11 +164,10 @@ class Adam(Rule):
     elsewhere, all rows change. In both cases t counts all updates of the variable.
 
     Args:
-        learning_rate: As in `Rule`.
+        learning_rate, name: As in `Rule`.
         beta1, beta2: At least 0, less than 1.
         epsilon: At least 0.
         weight_decay: At least 0.
-        name: As in `Rule`.
 
     Source: Kingma and Ba, Adam, arXiv:1412.6980; Loshchilov and Hutter, Decoupled
     Weight Decay Regularization, arXiv:1711.05101; TensorFlow's AdamOptimizer.

@@ -92,14 +92,10 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
                 "lateness": factors_of(lateness, 1),
             }
 
-        super().__init__(
-            opt,
-            name,
-            check,
-            ServerOptions(
-                comm, host, dedicated, servers, on_nonfinite, min_workers, wire_dtype
-            ),
+        place = ServerOptions(
+            comm, host, dedicated, servers, on_nonfinite, min_workers, wire_dtype
         )
+        super().__init__(opt, name, check, place)
         quorum = self._quorum = self._options["replicas_to_aggregate"]
         self._factors = self._options["lateness"]
         # Each worker may contribute so many gradients of one step.

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hpcaccum.arguments import positive_count
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.slices import Gradient
 from hpcaccum.rows import IndexedSlices
@@ -139,10 +138,8 @@ def names_of_sparse(
         if not parameter.ndim:
             raise InvalidArgumentError(f"{name!r} in sparse= is a number, without rows")
         found.append(name)
-    if capacity is not None:
-        if not found:
-            raise InvalidArgumentError("capacity needs parameters in sparse=[...]")
-        positive_count(capacity, "capacity")
+    if capacity is not None and not found:
+        raise InvalidArgumentError("capacity needs parameters in sparse=[...]")
     others = [name for name in parameters if name not in found]
     if others and isinstance(optimizer, torch.optim.SparseAdam):
         raise InvalidArgumentError(
