@@ -36,7 +36,7 @@ from .on_nodes import group_on_nodes, held_agent, skip_reason  # noqa: F401
 from .outcome import Outcome, merge
 from .reducing import NODES, Kept, maker_fixture, makers_fixture  # noqa: F401
 from .support import world
-from .training import copies_fixture  # noqa: F401
+from .training import copies_fixture, make_one_fixture  # noqa: F401
 from .watchdog import Watchdog
 
 # Seconds for the end of a run in which a test has failed: what that has left may never

@@ -11,18 +11,12 @@ pytestmark = pytest.mark.any_size
 
 
 @pytest.fixture
-def make(comm, keep):
+def make(make_one):
     """Return a function that makes an optimizer."""
-
-    def make(staleness, variables, inner=None, **options):
-        inner = hpc.SGD(1) if inner is None else inner
-        optimizer = keep(
-            hpc.DropStaleGradientOptimizer(inner, staleness, comm=comm, **options)
-        )
-        optimizer.initialize(variables)
-        return optimizer
-
-    return make
+    kind = hpc.DropStaleGradientOptimizer
+    return lambda staleness, own, inner=None, **options: make_one(
+        kind, inner or hpc.SGD(1), staleness, variables=own, **options
+    )
 
 
 # Admission

@@ -15,14 +15,12 @@ INVALID = hpc.InvalidArgumentError
 
 
 @pytest.fixture
-def make(comm, keep):
+def make(make_one):
     """Return a function that makes an optimizer."""
-
-    def make(period, inner=None, outer=None, **options):
-        inner, outer = inner or hpc.SGD(1), outer or hpc.SGD(1)
-        return keep(hpc.LocalStepsOptimizer(inner, outer, period, comm=comm, **options))
-
-    return make
+    kind, sgd = hpc.LocalStepsOptimizer, lambda: hpc.SGD(1)
+    return lambda period, inner=None, outer=None, **options: make_one(
+        kind, inner or sgd(), outer or sgd(), period, **options
+    )
 
 
 def drawn(rank, call):

@@ -29,14 +29,11 @@ def apart():
 
 
 @pytest.fixture
-def make(comm, keep):
+def make(make_one):
     """Accumulators for one test: a lost rank does not come back."""
-
-    def make(**options):
-        options = KINDS["slots"] | {"comm": comm} | options
-        return keep(hpc.ConditionalAccumulator("float64", **options))
-
-    yield make
+    yield lambda **options: make_one(
+        hpc.ConditionalAccumulator, "float64", **KINDS["slots"] | options
+    )
     meet()
 
 

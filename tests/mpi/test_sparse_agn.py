@@ -11,7 +11,7 @@ from hpcaccum import testing
 from ..common import same_bits
 from ..lazy_rules import MAKERS, LazyRule
 from .test_sparse_server import INVALID, ROW, ROWS, table
-from .training import gives, meet, raised, turns, variable
+from .training import ONE_SIDED, gives, meet, raised, turns, variable
 
 pytestmark = pytest.mark.any_size
 
@@ -19,17 +19,11 @@ OFTEN = 10
 
 
 @pytest.fixture
-def make(comm, keep):
+def make(make_one):
     """Return a function that makes an optimizer."""
-
-    def one(period, variables, inner=None, host=0, **options):
-        getter = hpc.AGNCustomGetter(comm=comm, host=host)
-        for var in variables:
-            getter.register(var)
-        inner = hpc.SGD(1.0) if inner is None else inner
-        return keep(hpc.AGNOptimizer(inner, 1, getter, period, **options))
-
-    return one
+    return lambda period, own, inner=None: make_one(
+        ONE_SIDED["AGN"], inner or hpc.SGD(1.0), own, period=period
+    )
 
 
 def drawn(rank, call, dtype="f8", number=8):

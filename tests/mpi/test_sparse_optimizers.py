@@ -27,14 +27,11 @@ def way(request, monkeypatch):
 
 
 @pytest.fixture
-def make(comm, way, keep):
+def make(make_one, way):
     """Return a function that makes an optimizer."""
-
-    def one(rule=None, *args, **options):
-        rule = rule or hpc.SGD(1.0)
-        return keep(hpc.CrossShardOptimizer(rule, *args, **{"comm": comm, **options}))
-
-    return one
+    return lambda rule=None, *args, **options: make_one(
+        hpc.CrossShardOptimizer, rule or hpc.SGD(1.0), *args, **options
+    )
 
 
 def table(dtype="f8", name="w", sparse=True):

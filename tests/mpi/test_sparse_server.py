@@ -20,17 +20,10 @@ INVALID = hpc.InvalidArgumentError
 
 
 @pytest.fixture
-def make(comm, keep):
+def make(make_one):
     """Return a function that makes an optimizer."""
-
-    def one(kind, rule, *args, **options):
-        cls = {
-            "sync": hpc.SyncReplicasOptimizer,
-            "stale": hpc.DropStaleGradientOptimizer,
-        }[kind]
-        return keep(cls(rule, *args, comm=comm, **options))
-
-    return one
+    kinds = {"sync": hpc.SyncReplicasOptimizer, "stale": hpc.DropStaleGradientOptimizer}
+    return lambda kind, *args, **options: make_one(kinds[kind], *args, **options)
 
 
 def table(dtype="f8", name="w", **options):

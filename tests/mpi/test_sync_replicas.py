@@ -15,16 +15,12 @@ pytestmark = pytest.mark.any_size
 
 
 @pytest.fixture
-def make(comm, keep):
+def make(make_one):
     """Return a function that makes an optimizer."""
-
-    def make(quorum, variables, inner=None, **options):
-        inner = hpc.SGD(1) if inner is None else inner
-        optimizer = keep(hpc.SyncReplicasOptimizer(inner, quorum, comm=comm, **options))
-        optimizer.initialize(variables)
-        return optimizer
-
-    return make
+    kind = hpc.SyncReplicasOptimizer
+    return lambda quorum, own, inner=None, **options: make_one(
+        kind, inner or hpc.SGD(1), quorum, variables=own, **options
+    )
 
 
 # Backups

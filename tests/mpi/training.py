@@ -82,11 +82,11 @@ class Gate(hpc.Optimizer):
             var.value[...] -= grad
 
 
-def _agn(inner, variables, comm, host=0, **options):
+def _agn(inner, variables, comm, host=0, period=2, **options):
     getter = hpc.AGNCustomGetter(comm=comm, host=host)
     for var in variables:
         getter.register(var)
-    return hpc.AGNOptimizer(inner, 1, getter, 2, **options)
+    return hpc.AGNOptimizer(inner, 1, getter, period, **options)
 
 
 def _sync(inner, variables, comm, dedicated=False, **options):
@@ -110,21 +110,29 @@ WRAPPERS = {
 }
 
 
-@pytest.fixture(name="make")
-def cross_shard_fixture(comm: MPI.Intracomm, keep: Any) -> Any:
-    """Return a function that makes CrossShardOptimizers."""
+@pytest.fixture(name="make_one")
+def make_one_fixture(comm: MPI.Intracomm, keep: Any) -> Any:
+    """Return a function that makes an object, which is freed after the test.
 
-    def make(
-        reduction: Any = hpc.Reduction.MEAN, groups: Any = None, inner: Any = None
-    ):
-        inner = hpc.SGD(1) if inner is None else inner
-        return keep(
-            hpc.CrossShardOptimizer(
-                inner, reduction, group_assignment=groups, comm=comm
-            )
-        )
+    An optimizer is initialized with the variables, if they are given.
+    """
+
+    def make(kind: Any, *args: Any, variables: Any = None, **options: Any) -> Any:
+        made = keep(kind(*args, **{"comm": comm} | options))
+        if variables is not None:
+            made.initialize(variables)
+        return made
 
     return make
+
+
+@pytest.fixture(name="make")
+def cross_shard_fixture(make_one: Any) -> Any:
+    """Return a function that makes CrossShardOptimizers."""
+    mean, kind = hpc.Reduction.MEAN, hpc.CrossShardOptimizer
+    return lambda reduction=mean, groups=None, inner=None: make_one(
+        kind, inner or hpc.SGD(1), reduction, group_assignment=groups
+    )
 
 
 @pytest.fixture(name="copies")
