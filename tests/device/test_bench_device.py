@@ -117,20 +117,13 @@ def test_table_and_json(bench, tmp_path):
     assert f"CuPy {cupy.__version__}; 20" in lines[2]
     assert max(map(len, lines[3:])) <= 80
     found = json_lines(tmp_path / "rows.json")
-    assert list(dict.fromkeys(row["benchmark"] for row in found)) == [
-        *DEVICE_BENCHMARKS
-    ]
-    by_name = {(r["benchmark"], r["name"], r["bytes"]): r for r in found}
-    for (benchmark, _, nbytes), row in by_name.items():
-        assert nbytes in (4096, 8192)
+    assert {row["benchmark"] for row in found} == {*DEVICE_BENCHMARKS}
+    for row in found:
         for fact in "date", "device", "driver", "cupy", "device_memory", "cpu":
             assert row[fact]
         assert row["name"] in shown
-        assert f"\n\n{benchmark}\n" in shown
-        if row["raw"]:
-            rival = by_name[benchmark, row["raw"], nbytes]
-            ratio = rival["median_us"] / row["median_us"]
-            assert row["vs_mpi"] == pytest.approx(ratio)
+        assert f"\n\n{row['benchmark']}\n" in shown
+    by_name = {(r["benchmark"], r["name"], r["bytes"]): r for r in found}
     add, copy = (by_name["device sums", name, 8192] for name in ("add f32", "copy"))
     assert add["busbw"] == pytest.approx(3 * 8192 / add["median_us"] / 1e3)
     assert add["floor_us"] == pytest.approx(1.5 * copy["median_us"])

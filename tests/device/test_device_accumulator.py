@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import cupy
 import numpy as np
 import pytest
@@ -23,25 +21,6 @@ from .accumulating import (  # noqa: F401
     make_fixture,
     same_bits,
 )
-
-
-def test_gradient_is_accepted_unless_its_step_is_lower(acc, form):
-    acc.apply_grad(like(form, [1, 1]))
-    acc.set_global_step(3)
-
-    steps = {2: np.nan, 3: 1, 4: 1, -1: 7}
-    receipts = [acc.apply_grad(like(form, [v, v]), n) for n, v in steps.items()]
-    assert [bool(r) for r in receipts] == [False, True, True, False]
-    assert [r.accepted for r in receipts] == [False, True, True, False]
-    assert [r.lag for r in receipts] == [1, 0, -1, 4]
-    assert [(r.local_step, r.global_step) for r in receipts[:2]] == [(2, 3), (3, 3)]
-    assert all(type(r) is hpc.Receipt for r in receipts)
-    assert acc.num_accumulated() == 3
-    kept = acc.take_grad(1, timeout=0)
-    # The result is the caller's.
-    acc.apply_grad(like(form, [8, 8]), 4)
-    acc.take_grad(1, timeout=WAIT)
-    same_bits(form, kept, [1.0, 1.0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -161,21 +140,7 @@ def test_long_results_are_clipped_to_the_norm(make, form, dtype, reduction):
     same_bits(form, mean, np.array([0.25, 0.5], dtype))
 
 
-def test_set_global_step_sets_whatever_was(acc, form, caplog):
-    with caplog.at_level(logging.WARNING, "hpcaccum"):
-        for value in 5, 5, 8:
-            acc.set_global_step(value)
-        assert acc.global_step == 8
-        assert not caplog.messages
-        acc.set_global_step(2.7)
-    assert acc.global_step == 2
-    assert "device_accumulator: step lowered from 8 to 2" in caplog.messages
-    acc.set_global_step(-3)
-    assert acc.apply_grad(like(form, [1, 1]), -3)
-    assert not acc.apply_grad(like(form, [1, 1]), -4)
-
-
-def test_statistics_count_what_became_of_gradients(make, form):
+def test_statistics_count_what_became_of_gradients(make, form, caplog):
     acc = make("float32", (16,))
     acc.set_global_step(50)
     for step in 50, 51, 49, 48, 48, 0:
@@ -187,6 +152,9 @@ def test_statistics_count_what_became_of_gradients(make, form):
     acc.take_grad(2, timeout=WAIT)
     after = acc.statistics()
     assert (after.global_step, after.num_accumulated, after.tally) == (51, 0, tally)
+    acc.set_global_step(2.7)
+    assert acc.global_step == 2
+    assert "device_accumulator: step lowered from 51 to 2" in caplog.messages
 
 
 def test_repr_shows_the_numbers(make, form):
@@ -214,11 +182,8 @@ def test_empty_mapping_has_rounds_too():
 
 BAD_GRADIENTS = [
     (lambda: np.ones(2, "f"), "must be an array on the device, got ndarray"),
-    (lambda: [1.0, 1.0], "must be an array on the device, got list"),
-    (lambda: None, "must be an array on the device, got NoneType"),
     (lambda: cupy.ones(3, "f"), r"must have shape \(2,\), got \(3,\)"),
     (lambda: cupy.ones((2, 1), "f"), r"must have shape \(2,\), got \(2, 1\)"),
-    (lambda: cupy.ones((), "f"), r"must have shape \(2,\), got \(\)"),
     (lambda: cupy.ones(4, "f")[::2], "must be contiguous, got strides"),
     (lambda: cupy.ones(2, "d"), "must be of float16, bfloat16, float32, got float64"),
     (lambda: cupy.ones(2, "i4"), "got int32"),

@@ -25,7 +25,8 @@ from .accumulating import (  # noqa: F401
 
 @pytest.mark.parametrize("seed", range(6))
 def test_accumulator_does_what_the_naive_one_does(acc, form, seed):
-    random, model, kept = np.random.default_rng(seed), naive.Accumulator(), []
+    random, model = np.random.default_rng(seed), naive.Accumulator()
+    kept, taken = [], []
     for number in range(60):
         what = random.choice(["apply", "take", "step", "count"], p=[0.6, 0.2, 0.1, 0.1])
         if what == "apply":
@@ -40,7 +41,7 @@ def test_accumulator_does_what_the_naive_one_does(acc, form, seed):
                     acc.take_grad(required, timeout=0)
             else:
                 expected = model.take_grad(required)
-                same_bits(form, acc.take_grad(required, timeout=0), expected)
+                taken.append((acc.take_grad(required, timeout=0), expected))
         elif what == "step":
             model.set_global_step(int(random.integers(-3, 6)))
             acc.set_global_step(model.step)
@@ -49,6 +50,10 @@ def test_accumulator_does_what_the_naive_one_does(acc, form, seed):
     assert acc.global_step == model.step
     for receipt, accepted, lag in kept:
         assert (receipt.accepted, receipt.lag) == (accepted, lag)
+        assert receipt.global_step - receipt.local_step == lag
+    # Results are the caller's: later gradients do not change them.
+    for result, expected in taken:
+        same_bits(form, result, expected)
 
 
 def test_streams_take_turns(acc, form):

@@ -81,17 +81,6 @@ def test_a_take_that_fails_changes_nothing(make, monkeypatch, owner, name):
     check(acc.take_grad(2, timeout=WAIT), [1, 3], [5, 5], make.dtype)
 
 
-def test_stale_rows_are_dropped(make):
-    acc = make()
-    acc.set_global_step(2)
-    receipts = [apply(acc, make, [k or 99], [k], step=k) for k in range(4)]
-
-    assert [bool(r) for r in receipts] == [False, False, True, True]
-    assert [r.lag for r in receipts] == [2, 1, 0, -1]
-    assert acc.statistics().tally.dropped == (2,)
-    check(acc.take_grad(2, timeout=WAIT), [2, 3], [2, 3], make.dtype)
-
-
 @pytest.mark.parametrize("width", [1, 4, 33, 257])
 def test_random_rows_match_numpy(make, width):
     acc, random = make((50, width)), np.random.default_rng(width)
