@@ -15,6 +15,7 @@ from hpcaccum import DisagreementError, FreedError, InvalidArgumentError
 
 from ..common import same_bits
 from ..mpi.support import meet
+from .test_jax_one_sided import same_trees
 
 try:
     from jax import shard_map
@@ -32,17 +33,6 @@ def tree(factor):
     }
 
 
-def check(found, factor):
-    """Compare a tree with ``tree(factor)``, bit by bit."""
-    expected = tree(factor)
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for leaf, wanted in zip(
-        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
-    ):
-        assert isinstance(leaf, jax.Array)
-        same_bits(np.asarray(leaf), wanted)
-
-
 @pytest.mark.parametrize("compiled", [True, False])
 def test_mean_of_all_ranks(average, rank, size, compiled, caplog):
     assert isinstance(average, optax.GradientTransformation)
@@ -58,7 +48,7 @@ def test_mean_of_all_ranks(average, rank, size, compiled, caplog):
 
     # Later calls have not changed the earlier results.
     for call, mean in enumerate(kept):
-        check(mean, size - 1 + call)
+        same_trees(mean, tree(size - 1 + call))
 
 
 def test_half_precision_is_summed_in_float32(average, rank, size):
@@ -125,7 +115,7 @@ def test_updates_that_are_not_finite_are_dropped(comm, rank, size, compiled):
     for mean, expected in zip(
         means, [last, last - 1 if size > 1 else 0, 0, last], strict=True
     ):
-        check(mean, expected)
+        same_trees(mean, tree(expected))
     # It waits for them.
     nonfinite = (*[1] * last, 2)
     assert average.statistics().nonfinite == nonfinite
@@ -215,13 +205,13 @@ def test_an_unusable_pytree_of_one_rank(average, rank, size, wrong, error, messa
     with pytest.raises(error, match=message):
         average.update(grads, average.init(grads))
 
-    check(average.update(tree(rank * 2), optax.EmptyState())[0], size - 1)
+    same_trees(average.update(tree(rank * 2), optax.EmptyState())[0], tree(size - 1))
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_a_changed_pytree_is_an_error_on_every_rank(average, rank, size, everywhere):
     update = jax.jit(average.update)
-    check(update(tree(2 * rank), optax.EmptyState())[0], size - 1)
+    same_trees(update(tree(2 * rank), optax.EmptyState())[0], tree(size - 1))
     grads = {**tree(0), "more": jnp.ones(3)}
     changed = everywhere or rank == size - 1
     text = r"leaf \['more'\] is .*shape=\(3,\).* in the first update it was missing"
@@ -230,7 +220,7 @@ def test_a_changed_pytree_is_an_error_on_every_rank(average, rank, size, everywh
         jax.block_until_ready(update(grads if changed else tree(0), ()))
 
     # The exchange is still usable.
-    check(update(tree(2 * rank), optax.EmptyState())[0], size - 1)
+    same_trees(update(tree(2 * rank), optax.EmptyState())[0], tree(size - 1))
 
 
 def test_free_waits_for_updates_that_run(comm, rank, size):

@@ -189,7 +189,6 @@ def last_has(rank, size, wrong, right):
 WRONG = {
     "no rule": ({"rule": "adam"}, TypeError, "GradientTransformation, .* got str"),
     "more arguments": ({"rule": optax.polyak_sgd()}, None, "extra= .* 'value'"),
-    "functions": ({"rule": optax.lbfgs()}, None, "extra= .* 'value'"),
     "other parameters": ({"rule": LOOKAHEAD}, None, "cannot update these params"),
     "lookahead": (
         {"rule": LOOKAHEAD, "start": FAST_AND_SLOW},

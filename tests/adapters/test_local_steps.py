@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -12,6 +14,7 @@ import hpcaccum as hpc
 import hpcaccum.jax
 import hpcaccum.torch as hpt
 
+from ..mpi import reducing
 from ..mpi.on_nodes import group_on_nodes  # noqa: F401
 from ..mpi.support import meet
 from ..mpi.training import raised
@@ -24,9 +27,7 @@ FRAGMENTS = {"fragments": 2, "overlap": 1}
 PUSHES = [({}, {3, 6}), (FRAGMENTS, {1, 3, 4, 6, 7})]
 
 
-def drawn(*seed):
-    random = np.random.default_rng(seed)
-    return {n: np.array(random.normal(size=s), np.float32) for n, s in SHAPES.items()}
+drawn = functools.partial(reducing.drawn, SHAPES, dtype=np.float32)
 
 
 def expected(comm, rank, size, **options):

@@ -14,6 +14,7 @@ from .torch_training import (
     Model,
     Plain,
     groups,
+    sgd,
 )
 
 
@@ -48,18 +49,24 @@ OPTIMIZERS = {
 
 
 @pytest.mark.ranks(min=2)
-def test_a_late_gradient_joins_the_next_update(comm, rank, size):
+@pytest.mark.parametrize(
+    ("kind", "option", "factors"),
+    [("SyncReplicas", {"lateness": "inverse"}, [1, 0.5]), ("DropStale", {}, [1, 0])],
+)
+def test_what_becomes_of_a_late_gradient(kind, option, factors, comm, rank):
     model = Model(start=0)
-    inner = torch.optim.SGD(model.parameters(), 0.1)
-    with hpt.SyncReplicas(inner, 1, lateness="inverse", comm=comm) as opt:
+    # The least quorum, and the least staleness.
+    least = 1 if kind == "SyncReplicas" else 0
+    with getattr(hpt, kind)(sgd(model), least, comm=comm, **option) as opt:
 
         def act(_):
             model.backward(rank, 0)
             return opt.step()
 
-        receipts = turns([0, 1], act)
-    assert [each.factor for each in receipts] == [1.0, 0.5]
-    assert all(receipts)
+        # The second gradient of rank 1 is not late.
+        receipts = turns([0, 1, 1], act)
+    assert [each.factor * each.accepted for each in receipts] == [*factors, 1]
+    assert receipts[1].lag == 1
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
