@@ -58,6 +58,7 @@ def test_take_that_gives_up_lets_the_next_one_through(acc):
     same_bits(second.result(), [1.0, 2.0])
 
 
+@pytest.mark.ranks(min=2)
 def test_interrupted_take_takes_nothing(acc):
     at(0, acc.apply_grad, [1, 0])
     at(1, interrupted, acc.take_grad, 3, timeout=WAIT)
@@ -75,9 +76,10 @@ def test_taking_in_vain_says_who_is_missing(make, size):
     expected = (
         r"gradients: take_grad\(3\): waited \S+ s for 3 gradients at step 4, had 1"
     )
-    with pytest.raises(hpc.WaitTimeoutError, match=expected) as caught:
-        at(0, acc.take_grad, 3, timeout=VAIN)
-    assert str(caught.value).endswith(f"(nothing from {ALL_BUT_1[size]})")
+    for taker, timeout in ((0, VAIN), (1, VAIN), (1, 0)):
+        with pytest.raises(hpc.WaitTimeoutError, match=expected) as caught:
+            at(taker, acc.take_grad, 3, timeout=timeout)
+        assert str(caught.value).endswith(f"(nothing from {ALL_BUT_1[size]})")
 
 
 def test_threads_of_a_rank_take_one_after_the_other(acc):
@@ -115,6 +117,7 @@ def test_take_wants_no_more_than_ranks_are_left(rank, size):
         same_bits(at(-1, acc.take_grad, size, timeout=WAIT), np.array((size - 2) / 2))
 
 
+@pytest.mark.ranks(min=2)
 def test_when_all_have_left_takes_end_at_once(rank, size):
     with hpc.ConditionalAccumulator("float64", ()) as acc:
         at(-1, acc.apply_grad, 5)
@@ -122,8 +125,10 @@ def test_when_all_have_left_takes_end_at_once(rank, size):
         everywhere(acc.leave)
 
         same_bits(take.result(), np.array(5.0))
-        with pytest.raises(hpc.EverybodyLeftError, match=f"all {size} ranks have left"):
-            at(-1, acc.take_grad, 1)
+        for timeout in (0, WAIT):
+            text = f"all {size} ranks have left"
+            with pytest.raises(hpc.EverybodyLeftError, match=text):
+                at(-1, acc.take_grad, 1, timeout=timeout)
 
 
 @pytest.mark.ranks(min=2)

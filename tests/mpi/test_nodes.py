@@ -123,17 +123,7 @@ def test_ranks_that_are_not_leaders_need_no_threads(group, rank, monkeypatch):
         everywhere(acc.apply_grad, np.ones(3))
 
 
-# Leaders that leave early, gradients that do not fit
-
-
-@pytest.fixture(params=[(3,), None], ids=["fixed", "any shape"])
-def accumulator(request, group):
-    """Make an accumulator of vectors of three, or of vectors of any length."""
-    options = {} if request.param else {"capacity": 8}
-    made = hpc.ConditionalAccumulator("f8", request.param, comm=group, **options)
-    yield made
-    meet()
-    made.free()
+# Leaders that leave early
 
 
 @pytest.mark.parametrize("kind", ONE_SIDED)
@@ -156,40 +146,23 @@ def test_others_train_after_the_leader_of_a_node_has_left(group, rank, kind, nod
     assert (np.array(meet(w.value)) == w.value).all()
 
 
-def test_takes_have_the_gradient_of_a_leader_that_has_left(accumulator, group, rank):
-    acc, leader = accumulator, group.nodes[-1][0]
+def test_takes_have_the_gradient_of_a_leader_that_has_left(group, rank):
+    leader = group.nodes[-1][0]
     others = [each for each in range(group.size) if each != leader]
-    everywhere(acc.apply_grad, np.full(3, float(rank)), 0)
-    at(leader, acc.leave)
-    error = at(leader, raised, acc.apply_grad, np.zeros(3), 0)
-    assert str(error) == f"rank {leader} has left and can apply no more gradients"
-    taken = [at(-1, acc.take_grad, group.size, timeout=WAIT)]
-    # As many as there are left.
-    if rank != leader:
-        acc.apply_grad(np.full(3, float(rank)), 1)
-    meet()
-    taken.append(at(0, acc.take_grad, group.size, timeout=WAIT))
+    with made(group) as acc:
+        everywhere(acc.apply_grad, np.full(3, float(rank)), 0)
+        at(leader, acc.leave)
+        error = at(leader, raised, acc.apply_grad, np.zeros(3), 0)
+        assert str(error) == f"rank {leader} has left and can apply no more gradients"
+        taken = [at(-1, acc.take_grad, group.size, timeout=WAIT)]
+        # As many as there are left.
+        if rank != leader:
+            acc.apply_grad(np.full(3, float(rank)), 1)
+        meet()
+        taken.append(at(0, acc.take_grad, group.size, timeout=WAIT))
 
     assert taken[0].tolist() == [np.mean(range(group.size))] * 3
     np.testing.assert_allclose(taken[1], np.mean(others))
-
-
-def test_gradient_of_another_shape_changes_nothing(accumulator, group):
-    acc, others = accumulator, group.size - 1
-    for taker in (0, -1):
-        step = acc.global_step
-        for each in range(others):
-            at(each, acc.apply_grad, np.ones(3), step)
-        error = at(-1, raised, acc.apply_grad, np.ones(4), step)
-        assert type(error) is InvalidArgumentError
-        assert "(3,)" in str(error)
-        assert "(4,)" in str(error)
-        counts = meet((acc.num_accumulated(), acc.statistics().tally.accepted[-1]))
-        assert counts == [(others, step)] * group.size
-        # The rank may go on.
-        at(-1, acc.apply_grad, np.full(3, 3.0), step)
-        found = at(taker, acc.take_grad, group.size, timeout=WAIT)
-        np.testing.assert_allclose(found, (others + 3) / group.size)
 
 
 def test_ranks_of_a_node_may_wait_for_different_steps(group, rank, in_vain):
