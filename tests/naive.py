@@ -149,9 +149,10 @@ def cross_shard(
     replicas: Sequence[Arrays],
     rules: Sequence[Rule],
     gradients: Sequence[Mapping[str, Any]],
+    weights: Sequence[float] | None = None,
 ) -> None:
     """Make one update of each rank of a group, with the mean of their gradients."""
-    average = mean(gradients)
+    average = mean(gradients, weights)
     for values, rule in zip(replicas, rules, strict=True):
         rule(values, average)
 

@@ -11,30 +11,6 @@ from .training import cross_shard_fixture, gives, raised, variable  # noqa: F401
 pytestmark = pytest.mark.any_size
 
 
-@pytest.mark.parametrize(("which", "initialized"), [("first", True), ("last", False)])
-def test_bad_pairs_on_one_rank_are_an_error_on_all(
-    make, rank, size, which, initialized
-):
-    w, opt, ones = variable(np.zeros(3)), make(), np.ones(3)
-    if initialized:
-        opt.initialize([w])
-    failing = 0 if which == "first" else size - 1
-    for bad, kind in [
-        ([(np.ones(2), w)], InvalidArgumentError),
-        ([(None, w)], InvalidArgumentError),
-        ([], InvalidArgumentError),
-        ([(ones, w.value)], TypeError),
-        (None, TypeError),
-    ]:
-        pairs = bad if rank == failing else [(ones, w)]
-        error = raised(opt.apply_gradients, pairs)
-        assert type(error) is kind, bad
-        assert rank == failing or f"rank {failing}: " in str(error)
-        assert (w.value == 0).all()
-    opt.apply_gradients([(ones, w)])
-    assert (w.value == -size).all()
-
-
 def test_a_bad_global_step_of_minimize_is_an_error_on_all(make, rank, size):
     w, opt = variable(np.zeros(3)), make()
     step = "none" if rank == size - 1 else None

@@ -16,7 +16,6 @@ import hpcaccum as hpc
 
 from .. import naive, soak
 from ..common import same_bits
-from .support import WAIT
 from .training import WRAPPERS, meet
 
 SHAPES = {"scalar": (), "empty": (0, 3), "matrix": (7, 5), "large": (150_000,)}
@@ -77,12 +76,9 @@ class Training(NamedTuple):
     variables: list[hpc.Variable]
     rank: int
 
-    def step(self, call, **options):
-        loss = 0.0, drawn(self.rank, call)
-        return self.opt.minimize(lambda: loss, var_list=self.variables, **options)
-
-    def weighted_step(self, call):
-        return self.step(call, weight=weight(self.rank, call))
+    def step(self, call):
+        loss, own = (0.0, drawn(self.rank, call)), weight(self.rank, call)
+        return self.opt.minimize(lambda: loss, var_list=self.variables, weight=own)
 
     def values(self):
         return [variable.value for variable in self.variables]
@@ -94,7 +90,8 @@ def test_cross_shard_is_an_allreduce(train, rank, size):
         for call in range(CALLS):
             training.step(call)
             gradients = [drawn(r, call) for r in range(size)]
-            naive.cross_shard(replicas, rules, gradients)
+            weights = [weight(r, call) for r in range(size)]
+            naive.cross_shard(replicas, rules, gradients, weights)
             check(training.values(), replicas[rank])
 
 
@@ -109,7 +106,7 @@ def test_sync_replicas_takes_the_mean_of_a_quorum(train, rank, size, backups):
     with train(quorum_of(quorum)) as training:
         for call in range(CALLS):
             chosen = sorted((call + n) % size for n in range(quorum))
-            while rank in chosen and not training.weighted_step(call):
+            while rank in chosen and not training.step(call):
                 pass  # it was computed with old parameters
             meet()
             for r in chosen:
@@ -134,7 +131,7 @@ def test_drop_stale_updates_with_each_gradient_in_time(train, staleness, latenes
         )
 
     with train(wrap) as training:
-        receipts = meet([training.weighted_step(call) for call in range(CALLS)])
+        receipts = meet([training.step(call) for call in range(CALLS)])
 
     factor = lateness or (lambda lag: 1.0)
     server = naive.DropStale(ones(), rule(), staleness, factor)
@@ -146,7 +143,7 @@ def test_drop_stale_updates_with_each_gradient_in_time(train, staleness, latenes
 
 def test_agn_updates_with_the_mean_of_each_period(train):
     with train(WRAPPERS["AGN"]) as training:
-        receipts = meet([training.weighted_step(call) for call in range(CALLS)])
+        receipts = meet([training.step(call) for call in range(CALLS)])
 
     server = naive.DropStale(ones(), rule(), np.inf)
     for r, call, receipt in in_order(receipts):
@@ -168,7 +165,7 @@ def local_steps_of(quorum, **options):
 def test_local_steps_update_with_the_mean_of_differences(train, size):
     with train(local_steps_of(size)) as training:
         for call in range(CALLS):
-            assert training.weighted_step(call).sent == call % 2
+            assert training.step(call).sent == call % 2
 
     server = naive.SyncReplicas(ones(), naive.Momentum(0.5, 0.25), size)
     workers = [naive.LocalStepsWorker(server, rule(), 2) for _ in range(size)]
@@ -186,7 +183,7 @@ def test_local_steps_update_with_the_mean_of_differences(train, size):
 
 def test_local_steps_update_with_each_difference(train, size):
     with train(local_steps_of(None, lateness=halved)) as training:
-        receipts = meet([training.weighted_step(call) for call in range(CALLS)])
+        receipts = meet([training.step(call) for call in range(CALLS)])
 
     outer, rules = naive.Momentum(0.5, 0.25), [rule() for _ in range(size)]
     server = naive.DropStale(ones(), outer, np.inf, halved)
@@ -214,29 +211,6 @@ def in_order(receipts):
     updates.sort(key=lambda update: update[0])
     assert [step for step, *_ in updates] == list(range(len(updates)))
     return [update[1:] for update in updates]
-
-
-@pytest.mark.parametrize("taker", [0, -1], ids=["first", "last"])
-# Open MPI may need a second for each accumulate of more on another node.
-@pytest.mark.parametrize(("storage", "length"), [("slots", 150_000), ("sum", 5_000)])
-def test_takes_the_mean_of_all_gradients(comm, rank, size, storage, length, taker):
-    def part(rank, step):
-        return drawn(rank, step)["large"][:length]
-
-    options = {"storage": storage, "comm": comm}
-    with hpc.ConditionalAccumulator("float32", (length,), **options) as acc:
-        for step in range(CALLS):
-            gradient = part(rank, step)
-            if step % 2:
-                slot = acc.slot(timeout=WAIT)
-                slot[...] = gradient
-                gradient = slot
-            assert acc.apply_grad(gradient, step)
-            if rank == taker % size:
-                found = acc.take_grad(size, timeout=WAIT)
-                parts = [part(r, step) for r in range(size)]
-                same_bits(found, naive.allreduce(parts))
-            meet()
 
 
 @pytest.mark.parametrize("kind", ["accumulator", "optimizer", "reducer", "all"])

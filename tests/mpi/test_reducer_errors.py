@@ -28,38 +28,23 @@ pytestmark = pytest.mark.any_size
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "message"),
     [
-        (
-            {"schedule": "ring"},
-            InvalidArgumentError,
-            "one of .*'auto', 'shared', 'hier",
-        ),
-        ({"schedule": None}, InvalidArgumentError, "schedule must be one of"),
-        ({"reduction_type": "mean"}, InvalidArgumentError, "reduction_type must be"),
-        ({"reduction_type": "MAX"}, InvalidArgumentError, "reduction_type must be"),
-        ({"wire_dtype": "float32"}, InvalidArgumentError, "narrower than float32"),
-        ({"wire_dtype": "float64"}, InvalidArgumentError, "narrower than float32"),
-        ({"wire_dtype": "int8"}, InvalidArgumentError, "wire_dtype must be one of"),
-        ({"wire_dtype": "nonsense"}, TypeError, "wire_dtype must name a float"),
-        (
-            {"wire_dtype": "float16", "schedule": "flat"},
-            InvalidArgumentError,
-            "for schedule 'auto', 'shared' or 'hierarchical', not 'flat'",
-        ),
-        (
-            {"cuda_aware": True},
-            InvalidArgumentError,
-            "for schedule 'flat', got 'auto': the others",
-        ),
-        ({"bucket_bytes": 1023}, InvalidArgumentError, "bucket_bytes must be 1024 to"),
-        ({"bucket_bytes": 2**31}, InvalidArgumentError, "bucket_bytes must be"),
-        ({"bucket_bytes": 1e6}, InvalidArgumentError, "bucket_bytes must be"),
-        ({"bucket_bytes": 0}, InvalidArgumentError, "bucket_bytes must be"),
+        ({"schedule": "ring"}, "one of .*'auto', 'shared', 'hier"),
+        ({"reduction_type": "mean"}, "reduction_type must be"),
+        ({"wire_dtype": "float32"}, "narrower than float32"),
+        ({"wire_dtype": "int8"}, "wire_dtype must be one of"),
+        ({"wire_dtype": "nonsense"}, "wire_dtype must name a float"),
+        ({"wire_dtype": "float16", "schedule": "flat"}, "'hierarchical', not 'flat'"),
+        ({"cuda_aware": True}, "for schedule 'flat', got 'auto': the others"),
+        ({"bucket_bytes": 1023}, "bucket_bytes must be 1024 to"),
+        ({"bucket_bytes": 2**31}, "bucket_bytes must be"),
+        ({"bucket_bytes": 1e6}, "bucket_bytes must be"),
     ],
     ids=str,
 )
-def test_invalid_options_are_refused_on_all(comm, rank, size, options, error, message):
+def test_invalid_options_are_refused_on_all(comm, rank, size, options, message):
+    error = TypeError if options == {"wire_dtype": "nonsense"} else InvalidArgumentError
     for wrong in (options, options if rank == size - 1 else {}):
         with pytest.raises(error, match=message):
             Reducer(Layout(SHAPES, "float32"), comm, **wrong)
@@ -85,20 +70,17 @@ def test_options_that_differ_are_refused_on_all(comm, rank, options, fact):
 @pytest.mark.parametrize(
     ("other", "both"),
     [
-        ({"x": (900,)}, "('y', 'float32', (300,)), rank 1 has nothing"),
-        (
-            {"x": (900,), "y": (7, 5)},
-            "('y', 'float32', (300,)), rank 1 has ('y', 'float32', (7, 5))",
-        ),
+        ({"x": (900,)}, ["('y', 'float32', (300,))", "nothing"]),
         (
             {"y": (300,), "x": (900,)},
-            "('x', 'float32', (900,)), rank 1 has ('y', 'float32', (300,))",
+            ["('x', 'float32', (900,))", "('y', 'float32', (300,))"],
         ),
     ],
 )
 def test_layouts_that_differ_are_refused_on_all(comm, rank, other, both):
-    with pytest.raises(DisagreementError, match=re.escape(f"rank 0 has {both}")):
+    with pytest.raises(DisagreementError) as caught:
         Reducer(Layout(SHAPES if rank == 0 else other, "float32"), comm)
+    assert "rank 0 has {}, rank 1 has {}".format(*both) in str(caught.value)
 
 
 def test_what_is_no_layout_is_refused_on_all(comm, rank, size):
@@ -123,14 +105,11 @@ def test_memory_that_is_not_shared_is_refused_on_all(comm):
 WRONG = {
     "name": ({"z": 1}, r"no array is named 'z', the names are 'x', 'y'"),
     "shape": ({"x": np.ones(899)}, r"'x' must have shape \(900,\), got \(899,\)"),
-    "rank": ({"x": np.ones((900, 1))}, r"'x' must have shape"),
     "broadcast": ({"x": 1.0}, r"'x' must have shape"),
     "nothing": ({"x": None}, "'x' must be an array"),
     "ragged": ({"x": [[1], [2, 3]]}, "'x' is not an array"),
     "complex": ({"x": np.ones(900, complex)}, "cannot be cast"),
     "mask": ({"x": np.ma.ones(900)}, "'x' must have no mask"),
-    "text": ({"x": ["a"] * 900}, "cannot be cast"),
-    "objects": ({"x": [None] * 900}, "cannot be cast"),
 }
 FROZEN = np.ones(900)
 FROZEN.flags.writeable = False
@@ -138,11 +117,9 @@ WRONG_OUT = {
     "name": ({"z": np.ones(900)}, "no array is named 'z'"),
     "shape": ({"x": np.ones(899)}, "out 'x' must have shape"),
     "list": ({"x": [0.0] * 900}, "out 'x' must be a writable array"),
-    "nothing": ({"x": None}, "out 'x' must be a writable array"),
     "frozen": ({"x": FROZEN}, "out 'x' must be a writable array"),
     "masked": ({"x": np.ma.zeros(900)}, "out 'x' must have no mask"),
     "integers": ({"x": np.ones(900, int)}, "out 'x' must be of floats"),
-    "complex": ({"x": np.ones(900, complex)}, "out 'x'"),
 }
 
 
@@ -180,6 +157,9 @@ def test_other_arguments_that_do_not_fit_are_refused_on_all(maker, rank, size):
     kind = "mean" if rank == 0 else "MEAN"
     error = raised(reducer.reduce, ONES, reduction_type=kind)
     check_error(error, "reduction_type must be one of", 0, rank)
+    for weight in (0, np.nan, None):
+        error = raised(reducer.reduce, ONES, weight=weight if rank == 0 else 2)
+        check_error(error, "weight must be a finite number above 0", 0, rank)
     for step in (None, "1", [1, 2]):
         mine = step if rank == 0 else 0
         error = raised(reducer.reduce, ONES, step=mine)

@@ -153,15 +153,6 @@ def test_means_equal_numpy_however_ranks_contribute(maker, dtype):
 
 
 @ALL
-def test_sums_are_not_divided(maker, rank, size):
-    reducer = maker(SHAPES, reduction_type="SUM")
-    parts = parts_of(SHAPES, size, 1, dtype=np.float32)
-
-    check(maker, out_by_columns(reducer, parts[rank]), parts, np.float32, mean=False)
-    check(maker, copied(reducer, parts[rank]), parts, np.float32, mean=False)
-
-
-@ALL
 def test_integers_and_booleans_are_converted_to_floats(maker, rank, size):
     reducer = maker({"i": (300,), "b": (2,)}, reduction_type="SUM")
     found = reducer.reduce({"i": np.arange(300) + rank, "b": [True, False]})
@@ -177,6 +168,7 @@ def test_integers_and_booleans_are_converted_to_floats(maker, rank, size):
         "staged",
         "flat",
         "hierarchical",
+        "hierarchical apart",
         "hierarchical singles",
         "hierarchical uneven",
     ],
@@ -217,19 +209,6 @@ def test_the_same_bits_every_time_and_everywhere(maker, rank):
 
     # MPI may sum in another order each time.
     assert len(bits) == 1 or maker.kind == "flat"
-
-
-@pytest.mark.ranks(min=3)
-@pytest.mark.parametrize(
-    "maker",
-    ["hierarchical apart", "hierarchical singles", "hierarchical uneven"],
-    indirect=True,
-)
-def test_nodes_of_any_size_and_order(maker):
-    reducer = maker(SHAPES)
-    statistics = reducer.statistics()
-    assert (statistics.schedule, statistics.nodes) == ("hierarchical", len(maker.nodes))
-    check_ways(maker, reducer, WAYS)
 
 
 @pytest.mark.parametrize(
@@ -412,45 +391,24 @@ class Toy(MessageSchedule):
             self._gathering.clear()
 
 
-@pytest.fixture
-def toy(monkeypatch):
-    """The list of schedules with one more."""
-    monkeypatch.setattr(selection, "SCHEDULES", [*selection.SCHEDULES, Toy])
-
-
-@pytest.fixture
-def toys(comm, toy, monkeypatch):
-    monkeypatch.setitem(OPTIONS, "toy", {"schedule": "toy", "bucket_bytes": SMALL})
-    maker = Maker(comm, "toy")
-    maker.nodes = [range(comm.size)]
-    yield maker
-    maker.free()
-
-
-def test_it_is_selected_by_its_name(comm, toy):
+def test_another_schedule_is_used_by_its_name_or_if_it_is_preferred(comm, monkeypatch):
     layout = Layout({"x": (3 * SMALL,)}, "float32")
-    with Reducer(layout, comm, schedule="toy") as reducer:
-        found = reducer.reduce({"x": np.ones(3 * SMALL)})
-        statistics = reducer.statistics()
-
-        assert (found["x"] == 1).all()
-        assert "toy: 1 calls" in repr(reducer)
-    # Its own default size of a bucket.
-    assert (statistics.schedule, statistics.buckets) == ("toy", 6)
-    assert statistics.window_bytes == statistics.result_bytes == layout.nbytes
-
-
-def test_it_is_not_selected_by_auto_unless_it_is_preferred(comm, toy, monkeypatch):
-    layout = Layout(SHAPES, "float32")
-    with Reducer(layout, comm) as reducer:
-        assert reducer.statistics().schedule != "toy"
-
-    monkeypatch.setattr(Toy, "preferred", classmethod(lambda cls, case: True))
     monkeypatch.setattr(selection, "SCHEDULES", [Toy, *selection.SCHEDULES])
-    with Reducer(layout, comm) as reducer:
-        assert reducer.statistics().schedule == "toy"
+    for options, preferred in (({"schedule": "toy"}, False), ({}, False), ({}, True)):
+        monkeypatch.setattr(Toy, "preferred", classmethod(lambda *_, p=preferred: p))
+        with Reducer(layout, comm, **options) as reducer:
+            found = reducer.statistics()
+            used = found.schedule == "toy"
+            assert used == bool(options or preferred)
+            # Its own default size of a bucket.
+            assert found.buckets == 6 or not used
 
 
 @pytest.mark.parametrize("dtype", ["float64", ml_dtypes.bfloat16], ids=str)
-def test_its_means_equal_numpy_however_ranks_contribute(toys, dtype):
-    check_all_ways(toys, dtype)
+def test_its_means_equal_numpy_however_ranks_contribute(comm, dtype, monkeypatch):
+    monkeypatch.setattr(selection, "SCHEDULES", [*selection.SCHEDULES, Toy])
+    monkeypatch.setitem(OPTIONS, "toy", {"schedule": "toy", "bucket_bytes": SMALL})
+    maker = Maker(comm, "toy")
+    maker.nodes = [range(comm.size)]
+    check_all_ways(maker, dtype)
+    maker.free()

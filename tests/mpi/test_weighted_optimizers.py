@@ -5,17 +5,10 @@ import pytest
 
 import hpcaccum as hpc
 
-from .. import naive
 from ..common import same_bits
 from .training import WRAPPERS, gives, meet, raised, variable
 
-WEIGHTS = (32.0, 8.0, 0.5, 2.0)
 STEPS = 3
-
-
-def drawn(rank, step):
-    rng = np.random.default_rng([rank, step])
-    return rng.integers(-16, 17, 5).astype(np.float64)
 
 
 # Batches of different length
@@ -48,39 +41,21 @@ def of_one_process(size):
 @pytest.mark.parametrize("name", ["CrossShard", "SyncReplicas"])
 def test_batches_of_different_length_are_as_one(group, rank, size, name):
     w, data = variable(np.zeros(3)), batches(size)[rank]
+    weight = len(data[1])
+
+    def loss():
+        return 0.0, [gradient(w.value, data)]
+
     with WRAPPERS[name](hpc.SGD(0.1), [w], group) as opt:
-        for _ in range(STEPS):
-            opt.minimize(
-                lambda: (0.0, [gradient(w.value, data)]),
-                var_list=[w],
-                weight=len(data[1]),
-            )
+        for step in range(STEPS):
+            if step % 2:
+                opt.apply_gradients(opt.compute_gradients(loss, [w]), weight=weight)
+            else:
+                opt.minimize(loss, var_list=[w], weight=weight)
     np.testing.assert_allclose(w.value, of_one_process(size), 1e-12)
 
 
 # CrossShard
-
-
-def in_one_call(opt, w, grad, weight):
-    return opt.minimize(gives(grad), var_list=[w], weight=weight)
-
-
-def in_two_calls(opt, w, grad, weight):
-    pairs = opt.compute_gradients(gives(grad), [w])
-    return opt.apply_gradients(pairs, weight=weight)
-
-
-@pytest.mark.parametrize("step", [in_one_call, in_two_calls])
-@pytest.mark.parametrize("reduction", [hpc.Reduction.MEAN, hpc.Reduction.SUM])
-def test_cross_shard_updates_with_the_weighted_mean(comm, rank, size, step, reduction):
-    w, kind = variable(np.zeros(5)), "MEAN" if "mean" in reduction else "SUM"
-    expected = np.zeros(5)
-    with hpc.CrossShardOptimizer(hpc.SGD(1), reduction, comm=comm) as opt:
-        for call in range(STEPS):
-            assert step(opt, w, drawn(rank, call), WEIGHTS[rank])
-            parts = [drawn(each, call) for each in range(size)]
-            expected -= naive.allreduce(parts, kind, WEIGHTS[:size])
-            np.testing.assert_allclose(w.value, expected, 1e-13)
 
 
 # What is no weight

@@ -95,17 +95,6 @@ def test_large_weights_fit_in_a_narrow_dtype(maker, rank, size, wire):
 
 
 @EACH
-def test_what_is_no_weight_is_an_error_of_all_ranks(maker, rank, size):
-    reducer = maker({"x": (900,)})
-    given = {"x": np.ones(900)}
-    for weight in (0, float("nan"), None):
-        error = raised(reducer.reduce, given, weight=weight if rank == size - 1 else 2)
-        assert isinstance(error, hpc.InvalidArgumentError)
-        assert "weight must be a finite number above 0" in str(error)
-    assert (reducer.reduce(given, weight=2)["x"] == 1).all()
-
-
-@EACH
 def test_all_arrays_of_a_call_have_one_weight(maker, rank, size):
     reducer = maker({"x": (900,), "y": (9,)})
     x, y = np.ones(900), np.ones(9)
