@@ -4,7 +4,6 @@ Gradients are small integers in float64, so sums are exact. The first element of
 1: its sum is the number of gradients.
 """
 
-import functools
 import random
 import threading
 import time
@@ -36,46 +35,17 @@ def drain(acc):
     return total
 
 
-def take_while(acc, going_on, required=1, timeout=0.01):
-    """Take repeatedly; return the sum of all gradients and the number of takes."""
-    total, takes = np.zeros((5, WIDTH)), 0
+def take_while(acc, going_on, required):
+    """Take repeatedly; return the sum of all gradients."""
+    total = np.zeros((5, WIDTH))
     while going_on():
         try:
-            found = acc.take_grad(required, timeout=timeout)
+            found = acc.take_grad(required, timeout=0.01)
         except hpc.WaitTimeoutError:
             continue
         assert (found == found[:, :1]).all(), "torn"
-        total, takes = total + found, takes + 1
-    return total, takes
-
-
-@BOTH
-@pytest.mark.parametrize("takers", ["one", "all"])
-def test_every_gradient_is_taken_exactly_once(make, storage, takers, rank, size):
-    acc = make(shape=(5, WIDTH), reduction_type="SUM", storage=storage)
-    number, done = 60, threading.Event()
-
-    def write(part):
-        try:
-            for k in range(part, number, 2):
-                assert acc.apply_grad(gradient(rank, k), ANY_STEP)
-        finally:
-            done.set()
-
-    def take():
-        if takers == "one" and rank != size - 1:
-            return np.zeros((5, WIDTH)), 0
-        return take_while(acc, lambda: not done.is_set(), 1 + rank)
-
-    writes = [functools.partial(write, part) for part in range(2)]
-    results = everywhere(lambda: in_threads(*writes, take)[-1])
-    rest = at(0, drain, acc)
-    total = sum(found for found, _ in results) + rest
-    expected = np.zeros((5, WIDTH))
-    expected[0], expected[1 : 1 + size] = size * number, number * (number - 1) / 2
-    np.testing.assert_array_equal(total, expected)
-    takes = sum(takes for _, takes in results)
-    assert takes <= at(0, lambda: acc.global_step) <= takes + number * size
+        total += found
+    return total
 
 
 @BOTH
@@ -86,24 +56,24 @@ def test_accepted_is_what_is_taken(make, storage, rank, size):
     def write():
         try:
             return sum(
-                bool(acc.apply_grad(gradient(rank, 1), k % 4)) for k in range(60)
+                bool(acc.apply_grad(gradient(rank, 1), k % 4)) for k in range(40)
             )
         finally:
             done.set()
 
     def meddle():
         if rank:
-            return take_while(acc, lambda: not done.is_set(), 1 + rank)[0]
+            return take_while(acc, lambda: not done.is_set(), 1 + rank)
         chance = random.Random(1)
         while not done.is_set():
             acc.set_global_step(chance.randrange(4))
-            assert acc.num_accumulated() <= 60 * size
+            assert acc.num_accumulated() <= 80 * size
             time.sleep(0.001)
         return np.zeros((5, WIDTH))
 
-    results = everywhere(in_threads, write, meddle)
-    total = sum(found for _, found in results) + at(0, drain, acc)
-    accepted = [count for count, _ in results]
+    results = everywhere(in_threads, write, write, meddle)
+    total = sum(found for *_, found in results) + at(0, drain, acc)
+    accepted = [one + other for one, other, _ in results]
     np.testing.assert_array_equal(total[1 : 1 + size, 0], accepted)
     assert total[0, 0] == sum(accepted)
 

@@ -74,25 +74,6 @@ def test_a_global_step_ends_with_one_value(comm, kind, options, rank, size):
     assert unlike.value == 7
 
 
-@pytest.mark.ranks(min=2)
-def test_a_host_that_only_serves_ends_with_what_was_trained(comm, kind, rank, size):
-    w = variable(np.full(3, float(rank)))
-    with ONE_SIDED[kind](hpc.SGD(1), [w], comm, host=1, dedicated=True) as opt:
-        opt.initialize([w])
-        if rank == 1:
-            opt.serve()
-        else:
-            for _ in range(4):
-                opt.minimize(gives(np.ones(3)))
-            opt.leave()
-        served = w.value.copy()
-        meet()
-
-    assert opt.global_step > 0
-    assert (w.value == 1 - opt.global_step).all()
-    assert rank != 1 or (served == w.value).all()
-
-
 def test_the_final_state_can_be_read_after_free(comm, kind, rank, size):
     w = variable(np.zeros(3))
     opt = ONE_SIDED[kind](hpc.Momentum(1, 0.5), [w], comm)
@@ -116,24 +97,6 @@ def test_the_final_state_can_be_read_after_free(comm, kind, rank, size):
     if rank == 0 or kind == "AGN":
         assert (slot.value > 0).all()
     assert type(raised(opt.gradient_arrays)) is hpc.FreedError
-
-
-def test_after_an_exception_the_variables_are_left_alone(comm, kind, rank):
-    w = variable()
-    opt = ONE_SIDED[kind](hpc.SGD(1), [w], comm)
-
-    def fail():
-        with opt:
-            opt.initialize([w])
-            w.value[...] = rank + 5
-            raise KeyError
-
-    error, found = raised(fail), float(w.value)
-    opt.free()
-
-    assert type(error) is KeyError
-    assert found == rank + 5
-    assert w.value == 0
 
 
 @pytest.mark.ranks(min=2)

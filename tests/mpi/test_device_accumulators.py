@@ -20,14 +20,13 @@ DTYPES = ["float32", "float16", ml_dtypes.bfloat16, "float64"]
 
 
 @pytest.fixture
-def make(comm, keep):
+def make(make_one):
     """Return a function that makes an accumulator."""
-
-    def make(dtype=np.float32, shape=(ROWS, WIDTH), **options):
-        options = {"capacity": 40, "comm": comm} | options
-        return keep(hpc.SparseConditionalAccumulator(dtype, shape, **options))
-
-    return make
+    return lambda dtype=np.float32, **options: make_one(
+        hpc.SparseConditionalAccumulator,
+        *(dtype, (ROWS, WIDTH)),
+        **{"capacity": 40} | options,
+    )
 
 
 def drawn(kind, dtype, *seed):
@@ -165,19 +164,6 @@ def test_rows_of_a_stream_of_the_caller(cp, make, rank, size):
         check_take(acc, [drawn("any", "float32", other, step) for other in range(size)])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_rows_that_a_device_has_summed(cp, make, rank, size, dtype):
-    acc = make(dtype, capacity=ROWS)
-    micro = hpc.DeviceRowAccumulator(dtype, (ROWS, WIDTH))
-    for step in range(2):
-        for _ in range(2):
-            indices, values = drawn("any", dtype, rank, step)
-            micro.apply_grad(cp.asarray(indices), cp.asarray(values), local_step=step)
-        assert acc.apply_grad(*micro.take_grad(2), local_step=step)
-        check_take(acc, [drawn("any", dtype, r, step) for r in range(size)], dtype)
-    micro.free()
-
-
 def test_buffers_are_pinned_at_the_first_rows_of_a_device(cp, pinned, make, rank):
     acc = make()
     acc.apply_grad(*drawn("any", "float32", rank))
@@ -230,14 +216,12 @@ N = 1000
 
 
 @pytest.fixture(params=["slots", "sum"])
-def make_dense(request, comm, keep):
+def make_dense(request, make_one):
     """Return a function that makes an accumulator."""
-
-    def make(dtype=np.float32, shape=(N,), **options):
-        options = {"storage": request.param, "comm": comm} | options
-        return keep(hpc.ConditionalAccumulator(dtype, shape, **options))
-
-    return make
+    kind, storage = hpc.ConditionalAccumulator, request.param
+    return lambda dtype=np.float32, shape=(N,), **options: make_one(
+        kind, dtype, shape, storage=storage, **options
+    )
 
 
 def drawn_dense(rank, dtype=np.float32):

@@ -218,18 +218,3 @@ def test_a_variable_of_the_device(cp):
 
     assert w.value is array
     assert repr(w) == "Variable('w', float32 (2, 3), [[2. 2. 2.]\n [2. 2. 2.]])"
-
-
-def test_micro_batches_make_one_exchange(cp, comm, rank, size):
-    w = hpc.Variable(cp.zeros(5), "w")
-    with hpc.CrossShardOptimizer(hpc.SGD(1), comm=comm) as opt:
-        opt.initialize([w])
-        micro = hpc.DeviceAccumulator("float64", {"w": (5,)})
-        for batch in range(4):
-            [(grad, _)] = opt.compute_gradients(
-                gives(cp.full(5, float(batch + rank))), [w]
-            )
-            micro.apply_grad({"w": grad})
-        opt.apply_gradients([(micro.take_grad(4)["w"], w)])
-
-    np.testing.assert_allclose(w.value.get(), -(1.5 + (size - 1) / 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 
 import ml_dtypes
@@ -13,8 +14,8 @@ from hpcaccum import InvalidArgumentError, group_of, testing
 
 from .. import naive
 from ..common import same_bits
+from . import reducing
 from .acting import until
-from .on_nodes import group_on_nodes as group_on_nodes
 from .support import meet
 from .training import gives, raised, turns, variable
 
@@ -29,10 +30,7 @@ FRAGMENTS = {
 INNER, OUTER = (0.125, 0.5), (0.75, 0.5)
 
 
-def drawn(*seed):
-    """Return arrays of any numbers, the same on every rank."""
-    random = np.random.default_rng(seed)
-    return {n: np.array(random.normal(size=s), np.float32) for n, s in SHAPES.items()}
+drawn = functools.partial(reducing.drawn, SHAPES, dtype=np.float32)
 
 
 def made():
@@ -40,14 +38,12 @@ def made():
 
 
 @pytest.fixture
-def make(keep):
+def make(make_one):
     """Return a function that makes an optimizer."""
-
-    def make(comm, period, **options):
-        rules = hpc.Momentum(*INNER), hpc.Momentum(*OUTER)
-        return keep(hpc.LocalStepsOptimizer(*rules, period, comm=comm, **options))
-
-    return make
+    kind, rule = hpc.LocalStepsOptimizer, hpc.Momentum
+    return lambda comm, period, **options: make_one(
+        kind, rule(*INNER), rule(*OUTER), period, comm=comm, **options
+    )
 
 
 def sgd(comm, period, outer=None, **options):

@@ -72,16 +72,13 @@ def test_raise_names_the_variable_and_sends_nothing(make, rank):
 
 
 EXCHANGED = [
+    # In float32; tests/device/test_finite.py has more.
     (np.array([1e300, 1.0]), False),
     (np.array([-1e300, 1.0]), False),
-    (np.array([3e38, np.nan]), False),
-    (np.array([3e38, -3e38]), True),
-    (np.array([1 << 62, 1]), True),
     (hpc.IndexedSlices(np.float32([3e38, 3e38]), [0, 0]), False),
-    (hpc.IndexedSlices(np.float32([3e38, 3e38]), [0, 1]), True),
     (hpc.IndexedSlices(np.float32([3e38, 3e38, -3e38]), [0, 1, 0]), True),
-    (hpc.IndexedSlices(np.array([1e300]), [1]), False),
-    (hpc.IndexedSlices(np.float32([]), []), True),
+    (np.array([1 << 62, 1]), True),
+    (np.array([3e38, -3e38]), True),
 ]
 
 

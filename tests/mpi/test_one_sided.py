@@ -19,16 +19,11 @@ def kind(request):
 
 
 @pytest.fixture
-def make(comm, kind, keep):
+def make(make_one, kind):
     """Return a function that makes an optimizer."""
-
-    def make(variables, inner=None, **options):
-        inner = hpc.SGD(1) if inner is None else inner
-        optimizer = keep(ONE_SIDED[kind](inner, variables, comm, **options))
-        optimizer.initialize(variables)
-        return optimizer
-
-    return make
+    return lambda own, inner=None, **options: make_one(
+        ONE_SIDED[kind], inner or hpc.SGD(1), own, variables=own, **options
+    )
 
 
 def updates(kind, workers, calls):
@@ -52,13 +47,14 @@ def test_any_host_beside_its_training_or_alone(
     host, workers = 0 if where == "first" else size - 1, size - dedicated
     w = variable(np.full((2, 3), float(rank)))
     opt = make([w], host=host, dedicated=dedicated)
-    start = w.value.copy()
-    if dedicated and rank == host:
+    start, serves = w.value.copy(), dedicated and rank == host
+    if serves:
         opt.serve()
     else:
         for _ in range(10):
             opt.minimize(gives(np.ones((2, 3))))
         opt.leave()
+    served = w.value.copy()
     meet()
     center, step, tally = opt.center(w), opt.global_step, opt.statistics()
 
@@ -69,6 +65,7 @@ def test_any_host_beside_its_training_or_alone(
     assert (start == host).all()
     assert step == expected
     assert (center == host - expected).all()
+    assert not serves or (served == center).all()
     assert tally.accepted == tuple(mine)
     assert tally.dropped == (0,) * size
     assert sum(tally.lags.values()) == pushes * workers
@@ -251,33 +248,6 @@ def test_different_variables_are_refused_by_all(kind, comm, rank, size):
     assert "names must be unique" in str(error)
 
 
-# Ranks that start late or leave
-
-
-@pytest.mark.parametrize("leaver", ["first", "last"])  # the host, and another one
-@pytest.mark.ranks(min=2)
-def test_a_rank_leaves_and_the_others_go_on(make, kind, rank, size, leaver):
-    w, leaver = variable(), 0 if leaver == "first" else size - 1
-    opt = make([w])
-    for _ in range(2):
-        opt.minimize(gives(1.0))
-    if rank == leaver:
-        opt.leave()
-        before = w.value.copy()
-        errors = [raised(opt.apply_gradients, [(1.0, w)]) for _ in range(2)]
-        assert [type(error) for error in errors] == [InvalidArgumentError] * 2
-        assert all("has left" in str(error) for error in errors)
-        assert w.value == before
-    else:
-        for _ in range(8):
-            opt.minimize(gives(1.0))
-    meet()
-
-    expected = updates(kind, size, 2) + updates(kind, size - 1, 8)
-    assert opt.global_step == expected
-    assert opt.center(w) == -expected
-
-
 # Defaults
 
 
@@ -309,13 +279,12 @@ def copied():
 
 
 @pytest.fixture(params=["SyncReplicas", "DropStale"])
-def make_zeros(request, comm, size, keep):
+def make_zeros(request, make_one, size):
     """Return a function that makes an optimizer of zeros; and updates of a call."""
 
     def make(**shapes):
         own = [variable(np.zeros(shape), name=name) for name, shape in shapes.items()]
-        opt = keep(ONE_SIDED[request.param](hpc.SGD(1), own, comm))
-        opt.initialize(own)
+        opt = make_one(ONE_SIDED[request.param], hpc.SGD(1), own, variables=own)
         return opt, own, 1 if request.param == "SyncReplicas" else size
 
     return make

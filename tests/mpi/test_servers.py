@@ -102,11 +102,6 @@ class Normed(hpc.Optimizer):
                 var.value[...] -= grad / (1 + np.linalg.norm(var.value))
 
 
-def test_other_optimizers_get_whole_variables(group):
-    alone = train(group, Normed("normed"), None)
-    compare(train(group, Normed("normed"), leaders(group)), alone)
-
-
 def push_in_turn(group, opt, variables, calls):
     for call in range(calls):
         for rank in range(group.size):

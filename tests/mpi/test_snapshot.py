@@ -383,7 +383,6 @@ BAD = [
         TypeError,
         "a mapping with ['epoch', 'optimizer']; pass its item \"optimizer\"",
     ),
-    (lambda s: {"a": 1}, TypeError, "got a mapping with"),
     (
         changed("variables", {var.name: var.value for var in fresh()[1:]}),
         InvalidArgumentError,
@@ -393,11 +392,6 @@ BAD = [
         changed("variables w", np.ones(3, np.float32)),
         InvalidArgumentError,
         "variable 'w' is float32 (37,), in the snapshot it is float32 (3,)",
-    ),
-    (
-        changed("variables w", np.ones(37)),
-        InvalidArgumentError,
-        "in the snapshot it is float64 (37,)",
     ),
     (changed("global_step", -1), InvalidArgumentError, "global_step must be"),
     (

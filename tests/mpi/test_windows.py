@@ -2,7 +2,6 @@
 
 import errno
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -147,18 +146,6 @@ def test_additions_of_all_ranks_and_threads_count(words, size):
     assert at(0, words.read, 1) == 120 * size
 
 
-def test_swaps_of_all_ranks_are_atomic(words, size):
-    def increment():
-        for _ in range(25):
-            word = words.read(1)
-            while (found := words.compare_and_swap(1, word, word + 1)) != word:
-                word = found
-                time.sleep(0)
-
-    everywhere(increment)
-    assert at(0, words.read, 1) == 25 * size
-
-
 @pytest.mark.ranks(min=2)
 def test_an_exchange_among_additions_is_not_lost(words, rank):
     # In memory of its own node a rank is faster; elsewhere an agent makes the changes.
@@ -196,15 +183,6 @@ def test_vectors_are_put_added_and_got_in_pieces(comm, rank, dtype, monkeypatch)
     np.testing.assert_array_equal(found, expected.astype(dtype))
     meet()
     region.free()
-
-
-HUGE = 2**50
-
-
-@pytest.mark.parametrize("host", [0, -1], ids=["first", "last"])
-def test_window_without_room_is_refused_on_every_rank(comm, host):
-    with pytest.raises(hpc.InvalidArgumentError, match=r"/dev/shm, .* --shm-size"):
-        words_of(group_of(comm), host % comm.size, HUGE // 8)
 
 
 def test_window_whose_memory_others_take_is_refused_on_every_rank(comm, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hpcaccum import group_of, testing
 
 from .. import naive
 from ..common import same_bits
+from . import reducing
 from .support import meet
 from .training import ONE_SIDED, gives, raised, turns, variable
 
@@ -21,10 +24,7 @@ EACH = pytest.mark.parametrize("wire", WIRES)
 FINE = np.float32(1 + 2**-12)
 
 
-def drawn(*seed):
-    """Return arrays of any numbers, the same on every rank."""
-    random = np.random.default_rng(seed)
-    return {n: np.array(random.normal(size=s), np.float32) for n, s in SHAPES.items()}
+drawn = functools.partial(reducing.drawn, SHAPES, dtype=np.float32)
 
 
 def made():
@@ -81,25 +81,6 @@ def test_single_gradients_are_rounded(group, rank, size, wire):
         if rank == size - 1:
             check(variables, server.values, group, WIRES[wire])
     check(variables, server.values, group, WIRES[wire])
-
-
-@EACH
-def test_local_steps_push_from_the_rounded_center(group, rank, size, wire):
-    variables, dtype = made(), WIRES[wire]
-    server = naive.Server(drawn(9), naive.Momentum(0.5))
-    options = {"comm": group, "servers": 0, "wire_dtype": wire, "quorum": size}
-    with hpc.LocalStepsOptimizer(hpc.SGD(1), hpc.SGD(0.5), 1, **options) as opt:
-        opt.initialize(variables)
-        for call in range(3):
-            opt.minimize(gives(*drawn(rank, call).values()))
-            pushed = []
-            for r in range(size):
-                home = r in group.nodes[0]
-                center = server.values if home else naive.rounded(server.values, dtype)
-                moved = {n: center[n] - drawn(r, call)[n] for n in center}
-                pushed.append({n: center[n] - moved[n] for n in center})
-            server.update(naive.mean_between(pushed, group.nodes, dtype))
-            check(variables, server.values, group, dtype)
 
 
 @EACH
