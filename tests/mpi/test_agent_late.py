@@ -103,6 +103,19 @@ def test_nothing_else_is_done_before_the_answer(held, limit, acc, caller, group)
     assert acc.statistics().tally.accepted[caller] == 2
 
 
+def test_a_take_names_the_agent_that_does_not_answer(held, acc, caller, group, size):
+    everywhere(copied, acc, 1)
+    with held, testing.limits(grace=VAIN):
+        # The end of the first one comes before the second one.
+        for _ in range(2):
+            with pytest.raises(WaitTimeoutError) as caught:
+                at(caller, acc.take_grad, size, timeout=VAIN)
+            late = f"s for the answer of the agent of {named(group.nodes[-1][0])}"
+            assert str(caught.value).endswith(late)
+    mean = at(caller, acc.take_grad, size, timeout=WAIT)
+    same_bits(mean, np.ones(ELEMENTS, "f4"))
+
+
 def test_a_take_of_the_rank_completes_its_gradient(held, limit, acc, caller, size):
     late(held, limit, caller, copied, acc, 4)
     assert at((caller + 1) % size, copied, acc, 8)

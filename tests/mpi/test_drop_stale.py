@@ -122,15 +122,6 @@ def test_nothing_is_lost_or_counted_twice_whatever_is_dropped(
     assert staleness < 10**6 or opt.stale_counter == 0
 
 
-def test_a_gradient_of_none_leaves_its_variable_alone(make, rank, size):
-    w, v = variable(name="w"), variable(5.0, name="v")
-    opt = make(9, [w, v])
-    turns(range(size), lambda r: opt.minimize(gives(1.0, 1.0 if r == 0 else None)))
-
-    assert opt.center(w) == -size
-    assert opt.center(v) == 4
-
-
 def test_without_compute_the_step_is_that_of_the_variables(make):
     w = variable()
     opt = make(0, [w])

@@ -159,10 +159,8 @@ def test_a_dedicated_server(comm, rank, size):
         ({"lateness": 1}, INVALID, "lateness must be None"),
         ({"fragments": 0}, INVALID, "fragments must be at least 1"),
         ({"fragments": 3}, INVALID, "must be at most the period"),
-        ({"fragments": 1.0}, TypeError, "fragments must be an integer"),
         ({"overlap": -1}, INVALID, "overlap must be at least 0 and less"),
         ({"overlap": 2}, INVALID, "less than the period, which is 2"),
-        ({"overlap": None}, TypeError, "overlap must be an integer"),
     ],
 )
 def test_arguments_are_checked_on_all_ranks(comm, rank, size, wrong, kind, text):

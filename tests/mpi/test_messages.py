@@ -65,16 +65,6 @@ def test_a_gradient_that_is_not_finite(comm, rank, size, initialized):
         check(raised(opt.apply_gradients, [(bad, w)]), start)
 
 
-def test_a_variable_that_is_not_known(comm, rank, size):
-    w, other = variable(), variable()
-    with hpc.CrossShardOptimizer(hpc.SGD(1), comm=comm) as opt:
-        opt.minimize(gives(1.0), var_list=[w])
-        mine = other if rank == size - 1 else w
-        check(raised(opt.apply_gradients, [(1.0, mine)]), "CrossShardOptimizer")
-        error = raised(opt.restore, opt.snapshot(), [mine])
-        check(error, "CrossShardOptimizer: restore")
-
-
 def test_a_rank_that_has_left(comm, rank, size):
     w = variable()
     with hpc.CrossShardOptimizer(hpc.SGD(1), name="mine", comm=comm) as opt:

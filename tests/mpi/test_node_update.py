@@ -99,29 +99,6 @@ def test_missing_gradients_change_nothing(comm, size, kind):
         np.testing.assert_allclose(own.value, var.value, 1e-5)
 
 
-class Counted(hpc.SGD):
-    """Counts its updates."""
-
-    __slots__ = ("calls",)
-
-    def __init__(self):
-        super().__init__(1.0)
-        self.calls = 0
-
-    def apply_gradients(self, *args, **kwargs):
-        self.calls += 1
-        return super().apply_gradients(*args, **kwargs)
-
-
-def test_an_optimizer_of_the_user_makes_the_updates_itself(comm, rank, size):
-    variables, rule = several(), Counted()
-    assert not rule.elementwise
-    with hpc.SyncReplicasOptimizer(rule, size, comm=comm) as opt:
-        train(opt, variables, 3)
-        meet()
-    assert rule.calls == (3 if rank == 0 else 0)
-
-
 def noted_pieces(opt, before=lambda piece: None):
     """Return a list of the pieces that this rank works on, from now on. Collective."""
     pieces = []

@@ -82,6 +82,15 @@ def test_a_take_that_waits_does_not_delay_others(group, size):
         assert (take.result() == 1).all()
 
 
+@pytest.mark.parametrize("storage", ["slots", "sum"])
+def test_takes_of_all_ranks_are_served_in_their_order(group, size, storage):
+    with made(group, host=group.nodes[-1][-1], storage=storage) as acc:
+        takes = [Take(acc, rank, 1) for rank in range(size)]
+        for value in range(size):
+            assert at(0, acc.apply_grad, np.full(3, float(value)), 99)
+            assert (takes[value].result() == value).all()
+
+
 def test_an_agent_that_does_not_end_its_work_is_named(held, group, rank, monkeypatch):
     acc = made(group)
     # So that it is asked for its sum.

@@ -14,22 +14,6 @@ from hpcaccum.train.saving import Saver
 pytestmark = pytest.mark.any_size
 
 
-def options(ranks, *words):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return resolve(parser.parse_args(words), ranks)
-
-
-@pytest.fixture(scope="session")
-def blobs():
-    """Three classes that are easily separated."""
-    rng = np.random.default_rng(0)
-    y = np.arange(300) % 3
-    centers = np.array([[0, 0, 3], [0, 3, 0], [3, 0, 0]])
-    x = centers[y] + rng.standard_normal((300, 3))
-    return prepare("blobs", {"x": x, "y": y})
-
-
 @pytest.mark.slow
 # The only test that loads scikit-learn, on rank 0: that takes 2 s.
 @pytest.mark.ranks(2)
@@ -54,14 +38,19 @@ def test_bad_data_is_an_error_on_all_ranks(comm, tmp_path):
 
 
 @pytest.mark.ranks(min=2)
-def test_a_slow_rank_does_not_hold_up_the_end(blobs, comm, size):
+def test_a_slow_rank_does_not_hold_up_the_end(comm, size):
+    # Three classes that are easily separated.
+    y = np.arange(300) % 3
+    x = 3 * np.eye(3)[y] + np.random.default_rng(0).standard_normal((300, 3))
+    data, parser = prepare("blobs", {"x": x, "y": y}), argparse.ArgumentParser()
+    add_arguments(parser)
     # Ten batches make a push of AGN: 4 s, more than all others need together.
     words = "--strategy", "agn", "--epochs", "4", "--straggler", f"{size - 1}:400"
-    chosen = options(size, *words)
-    saver = Saver(chosen, comm.rank, blobs)
+    chosen = resolve(parser.parse_args(words), size)
+    saver = Saver(chosen, comm.rank, data)
     group, show = hpc.group_of(comm), lambda _: None
     with hpc.Stopping(comm, signals=False) as stop:
-        result = Run("agn", chosen, blobs, group, show, stop, saver)()
+        result = Run("agn", chosen, data, group, show, stop, saver)()
 
     assert result.accepted[-1] == 0
     assert result.seconds < 3
