@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gc
 import threading
 
 import cupy
@@ -113,6 +114,7 @@ def test_gradients_are_kept_no_longer_than_needed(make, form):
 
 def test_free_gives_all_memory_back():
     pool = cupy.get_default_memory_pool()
+    gc.collect()
     before = pool.used_bytes()
     acc = hpc.DeviceAccumulator("float32", {"x": (500,), "y": (5, 3)}, clip_norm=1.0)
     rows = hpc.DeviceRowAccumulator("float32", (50, 3))

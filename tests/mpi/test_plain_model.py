@@ -1,4 +1,4 @@
-"""Every strategy and storage against its naive version, with a large array.
+"""Every strategy against its naive version, with a large array.
 
 Gradients are small whole numbers: their sums are exact in any order, so results must
 have the bits of the naive version wherever the ranks are.
