@@ -80,6 +80,16 @@ def check_records(looks, result, shown):
     assert all(look["noise_scale"] > 0 for look in looks[:2])
 
 
+def test_table_and_log_of_one_strategy(train, tmp_path):
+    words = "--epochs", "10", "--rate", "0.5", "--seed", "3", "--log", "log.jsonl"
+    shown = train(3, "--strategy", "agn", *words)
+
+    start, *looks, result = json_lines(tmp_path / "log.jsonl")
+    check_start(start, shown)
+    check_records(looks, result, shown)
+    assert "agn: epoch 10 of 10" in shown
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_table_and_log_of_each_strategy(strategy, comparison):
     start, shown = comparison.log[0], comparison.shown
