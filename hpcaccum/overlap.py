@@ -90,7 +90,7 @@ def crossing(arrays: Collection[Any], others: Collection[Any]) -> list[bool]:
     ends = list(itertools.accumulate((end for _, end in spans), max))
     found = []
     for low, high in map(bounds, arrays):
-        # Of those that begin before this array ends, one may end after it begins.
+        # One that begins before this array ends may end after it begins.
         number = bisect.bisect_left(begins, high)
         found.append(low < high and number > 0 and ends[number - 1] > low)
     return found

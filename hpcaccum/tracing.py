@@ -234,7 +234,7 @@ def lanes(events: Iterable[Event]) -> list[list[Event]]:
 
     Those of the steps of an agent may overlap; viewers show a row as a stack of calls.
     """
-    # Of each lane also when the events end that may contain the next one.
+    # Each lane has the ends of the events that may contain the next one.
     found: list[tuple[list[Event], list[float]]] = [([], [])]
     for event in sorted(events, key=lambda event: (event.begin, -event.end)):
         for lane, ends in found:

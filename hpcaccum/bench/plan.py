@@ -200,7 +200,7 @@ def fit(measured: Sequence[Measured], cores: int) -> Machine:
     names += ["latency", "link"] if nodes > 1 else []
     costs = Machine(
         update=min(each.update for each in measured if each.update),
-        # Of small gradients, which are only admitted.
+        # Small gradients cost little but their admission.
         work=max(each.work for each in measured if each.setting.nbytes == _SIZES[0]),
         cores=cores,
         ranks=max(-(-each.ranks // each.nodes) for each in settings),

@@ -66,7 +66,7 @@ class Plan:
         shared = sharing(dict(enumerate(memory))) is not None
         spans = sorted(span for span in map(bounds, memory) if span[0] < span[1])
         low, high = np.array(spans or [(0, 0)], np.uint64).T
-        # Of a span and of all before it.
+        # The highest end so far, as a span may contain later ones.
         places = low, np.maximum.accumulate(high)
         if shared:
             # Launches follow each other, blocks of one launch do not.

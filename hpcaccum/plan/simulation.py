@@ -231,7 +231,7 @@ class Rounds:
         # All wait for what crosses the link, first in one direction, then in the other.
         self._found.link += comes + sends - max(0.0, min(comes, self._sent - notices))
         self._sent = published + sends
-        # Of several servers, each has a part that all nodes lack.
+        # Each of several servers has a part that all nodes lack.
         far = (nodes > 0) | (setting.servers > 1)
         began = published + np.where(far, sends + late, 0.0)
         began += napped(published - self._pushes["arrives"][waits], uniform(waits.size))

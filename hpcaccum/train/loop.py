@@ -32,8 +32,8 @@ RULES: dict[str, Callable[[float], hpc.Optimizer]] = {
     "adam": hpc.Adam,
 }
 
-# Gradients of each rank whose times are kept, the last ones; batches whose gradients
-# tell the noise scale.
+# The last gradients of each rank, whose times are kept; batches from whose gradients
+# the noise scale is estimated.
 _TIMES, _NOISE_BATCHES = 200, 32
 # Seconds between two checks of a rank whether the work is done.
 _CHECK_PAUSE = 0.05

@@ -65,7 +65,7 @@ def test_one_communicator_and_one_sum_for_each_call(cp, comm, sums, size):
         assert sums == [1]
         for _ in range(3):
             works(cp, reducer, size)
-            # Of a call without arrays, no rank sums anything.
+            # No rank sums anything in a call without arrays.
             assert dict(reducer.reduce({})) == {}
     assert sums == [1, 1216, 1216, 1216]
 
