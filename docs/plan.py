@@ -18,8 +18,9 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,9 +28,6 @@ import hpcaccum as hpc
 from hpcaccum.plan.compute import Draws, compute
 from hpcaccum.plan.prediction import Prediction, predict
 from hpcaccum.plan.setting import Machine, Setting, machine
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 HERE = Path(__file__).parent
 BEGIN, END = "<!-- docs/plan.py writes from here -->", "<!-- to here -->"

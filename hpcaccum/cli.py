@@ -14,7 +14,8 @@ import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import hpcaccum
 from hpcaccum.bench import command as bench
@@ -26,9 +27,6 @@ from hpcaccum.plan import command as plan
 from hpcaccum.stopping import INTERRUPTED
 from hpcaccum.train import command as train
 from hpcaccum.train import options as train_options
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 
 class Command(NamedTuple):

@@ -5,10 +5,8 @@ Each type is also the closest builtin type, so callers may catch that.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from collections.abc import Iterable
+from typing import TypeVar
 
 E = TypeVar("E", bound=BaseException)
 

@@ -7,13 +7,11 @@ import itertools
 import json
 import os
 import stat
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from hpcaccum.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 
 def check_apart(

@@ -5,18 +5,14 @@ from __future__ import annotations
 import bisect
 import math
 import operator
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from hpcaccum.dtypes import accumulation_dtype, float_dtype
 from hpcaccum.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import DTypeLike
 
 # Bytes of a cache line, on which every array begins: ranks that write to neighboring
 # arrays share no line, and vector loads are aligned.

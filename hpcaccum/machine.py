@@ -9,19 +9,16 @@ import platform
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 import hpcaccum
+from hpcaccum import Group
 from hpcaccum.errors import counted
 from hpcaccum.mpi import MPI
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from hpcaccum import Group
 
 # Names of hosts that are shown.
 _MOST_HOSTS = 3

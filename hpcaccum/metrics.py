@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from hpcaccum.accumulator import Tally
 from hpcaccum.arguments import seconds
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.files import JsonLines
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable
-    from types import TracebackType
-
     from typing_extensions import Self
-
-    from hpcaccum.accumulator import Tally
 
 
 class Metrics(NamedTuple):

@@ -9,24 +9,20 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from hpcaccum.arguments import seconds
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.files import json_value, read_lines
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    import numpy as np
-    import numpy.typing as npt
-
-    # Times in seconds, in a list for each rank; and what draws so many times.
-    Times = list[list[float]]
-    Distribution = Callable[
-        [np.random.Generator, tuple[int, int]], npt.NDArray[np.float64]
-    ]
+# Times in seconds, in a list for each rank; and what draws so many times.
+Times = list[list[float]]
+Distribution = Callable[[np.random.Generator, tuple[int, int]], npt.NDArray[np.float64]]
 
 # "auto", or ranks.
 Servers = str | tuple[int, ...]

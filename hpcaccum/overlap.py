@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Hashable, Mapping
+from typing import Any
 
 import numpy as np
 
 from hpcaccum.device import is_device
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Mapping
 
 Span = tuple[int, int]
 

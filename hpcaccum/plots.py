@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.files import check_writable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
 
 # Okabe and Ito's colors, which most people can distinguish; two more.
 COLORS = (

@@ -13,16 +13,14 @@ import inspect
 import itertools
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping
+# From the positional arguments and the result to what is shown with the span.
+Describe = Callable[[tuple[Any, ...], Any], Mapping[str, Any]]
+Function = Callable[..., Any]
 
-    # From the positional arguments and the result to what is shown with the span.
-    Describe = Callable[[tuple[Any, ...], Any], Mapping[str, Any]]
-    Function = Callable[..., Any]
-
-F = TypeVar("F", bound="Function")
+F = TypeVar("F", bound=Function)
 
 # Events that a rank keeps; one takes some 300 bytes.
 MOST = 1_000_000

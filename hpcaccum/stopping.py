@@ -8,22 +8,19 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum.arguments import seconds
 from hpcaccum.errors import RESTART, InvalidArgumentError
-from hpcaccum.mpi import Freeable, group_of
+from hpcaccum.mpi import Freeable, Group, group_of
 from hpcaccum.nodes import words_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-    from types import TracebackType
-
     from mpi4py import MPI as mpi4py_MPI
     from typing_extensions import Self
-
-    from hpcaccum.mpi import Group
 
 logger = logging.getLogger("hpcaccum")
 

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import contextvars
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
+from hpcaccum.dtypes import Array
 from hpcaccum.worker_threads import run_pieces
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from hpcaccum.dtypes import Array
 
 # Elements of a chunk that stays in the cache while it is summed.
 _CHUNK = 1 << 16

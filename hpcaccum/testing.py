@@ -15,7 +15,8 @@ import os
 import pickle
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -23,6 +24,7 @@ import numpy as np
 from hpcaccum import deadline
 from hpcaccum.accumulator import batch, sparse
 from hpcaccum.accumulator.protocol import Request
+from hpcaccum.mpi import Group
 from hpcaccum.mpi.talk import control
 from hpcaccum.nodes import Agent, Service, transfer
 from hpcaccum.server import (
@@ -32,11 +34,6 @@ from hpcaccum.server import (
     publisher,
     wire_format,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from hpcaccum.mpi import Group
 
 _LIMITS: dict[str, tuple[Any, str]] = {
     # Seconds after which a rank asks whether those that it waits for come at all.

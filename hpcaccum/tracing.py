@@ -17,6 +17,8 @@ import contextlib
 import itertools
 import json
 import logging
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,15 +28,10 @@ from hpcaccum.deadline import Deadline
 from hpcaccum.errors import InvalidArgumentError, format_ranks
 from hpcaccum.files import check_writable
 from hpcaccum.mpi import MPI, Group, Tag, complete, group_of, receive
-from hpcaccum.spans import Recorder, clock, recorded_by, recording, span
+from hpcaccum.spans import Event, Recorder, clock, recorded_by, recording, span
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterable, Iterator
-
     from mpi4py import MPI as mpi4py_MPI
-
-    from hpcaccum.spans import Event
 
 __all__ = ["span", "trace"]
 

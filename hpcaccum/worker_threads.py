@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 _waiting: queue.SimpleQueue[_Piece] = queue.SimpleQueue()
 _threads: list[threading.Thread] = []

@@ -11,17 +11,14 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import hpcaccum as hpc
-from hpcaccum import testing
+from hpcaccum import Group, testing
 from hpcaccum.bench.measure import WrongAnswerError
-
-if TYPE_CHECKING:
-    from hpcaccum import Group
-    from hpcaccum.dtypes import Array
+from hpcaccum.dtypes import Array
 
 # Gradients of a rank: few, and slowly; or many. And seconds until ranks are killed.
 _FEW, _MANY, _SECONDS = 100, 600, 0.5

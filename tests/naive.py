@@ -15,15 +15,13 @@ the same, bit for bit, if gradients come in the same order; tests compare them.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    Arrays = dict[str, np.ndarray[Any, Any]]
-    Rule = Callable[[Arrays, Mapping[str, Any]], None]
+Arrays = dict[str, np.ndarray[Any, Any]]
+Rule = Callable[[Arrays, Mapping[str, Any]], None]
 
 
 class Accumulator:

@@ -17,20 +17,17 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import hpcaccum as hpc
+from hpcaccum import Group
 from hpcaccum.bench.measure import WrongAnswerError
+from hpcaccum.dtypes import Array
 from tests.kills import Episode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from hpcaccum import Group
-    from hpcaccum.dtypes import Array
 
 # Operations of a rank in one episode.
 _OPERATIONS = 400

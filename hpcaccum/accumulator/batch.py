@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hpcaccum.deadline import Deadline
-from hpcaccum.nodes import Place
-from hpcaccum.rows import weighted
+from hpcaccum.dtypes import Array
+from hpcaccum.nodes import NodeParts, Place
+from hpcaccum.rows import RowPlace, Rows, weighted
 from hpcaccum.summation import add_in_order
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    from hpcaccum.dtypes import Array
-    from hpcaccum.nodes import NodeParts
-    from hpcaccum.rows import RowPlace, Rows
 
 # A take that may not wait for gradients must still get those of other nodes.
 _LEAST_SECONDS = 60.0

@@ -8,22 +8,17 @@ from __future__ import annotations
 import itertools
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Generic,
-    SupportsIndex,
-    SupportsInt,
-    TypeVar,
-)
+from typing import TYPE_CHECKING, Any, Generic, SupportsIndex, SupportsInt, TypeVar
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
-from hpcaccum.accumulator.receipts import Tally
+from hpcaccum.accumulator.receipts import Receipt, Tally
 from hpcaccum.accumulator.settings import Settings, check_settings
 from hpcaccum.accumulator.shared import SharedAccumulator
+from hpcaccum.accumulator.state import Closed
 from hpcaccum.arguments import (
     gradient_array,
     positive_count,
@@ -33,21 +28,14 @@ from hpcaccum.arguments import (
 )
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import copyto
-from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.dtypes import Array, accumulation_dtype
 from hpcaccum.errors import FreedError, InvalidArgumentError
 from hpcaccum.mpi import Freeable, Group, group_of
 from hpcaccum.nodes import LostNodeError
 from hpcaccum.rows import IndexedSlices
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from mpi4py import MPI as mpi4py_MPI
-    from numpy.typing import ArrayLike, DTypeLike
-
-    from hpcaccum.accumulator.receipts import Receipt
-    from hpcaccum.accumulator.state import Closed
-    from hpcaccum.dtypes import Array
 
 logger = logging.getLogger("hpcaccum")
 

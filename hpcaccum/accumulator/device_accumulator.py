@@ -5,22 +5,19 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hpcaccum import device
 from hpcaccum.accumulator.device_protocol import AccumulatorOnDevice
-from hpcaccum.accumulator.settings import declared_shape, is_fixed, known
+from hpcaccum.accumulator.receipts import Receipt
+from hpcaccum.accumulator.settings import Shape, declared_shape, is_fixed, known
 from hpcaccum.arguments import REDUCTIONS, one_of, positive_weight, step_number
 from hpcaccum.device import PointerTable, check_device_array, kernels
 from hpcaccum.dtypes import FLOATS, accumulation_dtype, float_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import Layout
-
-if TYPE_CHECKING:
-    from hpcaccum.accumulator.receipts import Receipt
-    from hpcaccum.accumulator.settings import Shape
 
 # The internal name of the array of an accumulator without names.
 _ONLY = "gradient"

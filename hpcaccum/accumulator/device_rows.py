@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hpcaccum import device
 from hpcaccum.accumulator.device_protocol import AccumulatorOnDevice
+from hpcaccum.accumulator.receipts import Receipt
 from hpcaccum.arguments import positive_count, positive_weight, step_number
 from hpcaccum.device import check_device_array, kernels
 from hpcaccum.dtypes import float_dtype
 from hpcaccum.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from hpcaccum.accumulator.receipts import Receipt
 
 _SUMMED = (np.dtype(np.float32), np.dtype(np.float64))
 # The kernels index the elements of a row by 32 bits.

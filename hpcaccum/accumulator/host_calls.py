@@ -10,23 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator
+from typing import Any
 
-from hpcaccum.accumulator.protocol import Request
+from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted, Request
+from hpcaccum.accumulator.state import Closed
+from hpcaccum.accumulator.storage import Storage
 from hpcaccum.accumulator.take import Take
 from hpcaccum.deadline import Deadline, grace
 from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError
-from hpcaccum.nodes import Calls
+from hpcaccum.mpi import Group
+from hpcaccum.nodes import Call, Calls, Steps
 from hpcaccum.spans import traced
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
-
-    from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted
-    from hpcaccum.accumulator.state import Closed
-    from hpcaccum.accumulator.storage import Storage
-    from hpcaccum.mpi import Group
-    from hpcaccum.nodes import Call, Steps
 
 
 class HostCalls(Calls):

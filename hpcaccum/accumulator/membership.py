@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from hpcaccum.errors import BrokenObjectError, InvalidArgumentError, LostRankError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from hpcaccum.mpi import AtomicWords
+from hpcaccum.mpi import AtomicWords
 
 # The word of a rank. It changes once, from 0; that of a rank that comes back, again. A
 # rank itself says that it is broken, others say that it is dead.

@@ -10,21 +10,17 @@ has what takes do.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from hpcaccum.accumulator.membership import Membership
 from hpcaccum.accumulator.receipts import Counters, Receipt
-from hpcaccum.accumulator.settings import SUM
+from hpcaccum.accumulator.settings import SUM, Settings, Shape
 from hpcaccum.accumulator.shapes import RowShapes, Shapes, ShapeTable
 from hpcaccum.accumulator.state import Packing, Record, State, WordLayout, admits
 from hpcaccum.accumulator.turns import TicketLock
 from hpcaccum.errors import InvalidArgumentError, format_ranks
-from hpcaccum.mpi import bits, number_of
+from hpcaccum.mpi import AtomicWords, Group, bits, number_of
 from hpcaccum.nodes import words_of
-
-if TYPE_CHECKING:
-    from hpcaccum.accumulator.settings import Settings, Shape
-    from hpcaccum.mpi import AtomicWords, Group
 
 # Writes to STATE must not invalidate the cache line of other words.
 _FIXED = WordLayout()

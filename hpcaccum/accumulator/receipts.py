@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hpcaccum.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from hpcaccum.mpi import AtomicWords
+from hpcaccum.mpi import AtomicWords
 
 # Lags of this and more are counted together.
 MAX_LAG = 31

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +15,6 @@ from hpcaccum.arguments import REDUCTIONS, one_of, positive_count, rank_number
 from hpcaccum.dtypes import float_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.rows import RowPlace
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 # What `storage=` may be; ROWS is that of sparse accumulators.
 STORAGES = SLOTS, SUM = "slots", "sum"

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpcaccum.accumulator.settings import (
     MAX_DIMS,
+    Settings,
     Shape,
     compatible,
     declared_shape,
     is_fixed,
     known,
 )
+from hpcaccum.accumulator.storage import RowGradient
 from hpcaccum.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from hpcaccum.accumulator.settings import Settings
-    from hpcaccum.accumulator.storage import RowGradient
-    from hpcaccum.mpi import AtomicWords
+from hpcaccum.mpi import AtomicWords
 
 
 class Shapes:

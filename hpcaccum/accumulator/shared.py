@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterator
+from typing import cast
 
 from hpcaccum.accumulator.host_calls import FarTake, HostCalls
 from hpcaccum.accumulator.protocol import AdmissionProtocol
+from hpcaccum.accumulator.receipts import Tally
+from hpcaccum.accumulator.settings import Settings
+from hpcaccum.accumulator.state import Closed
 from hpcaccum.accumulator.storage import make_storage
 from hpcaccum.accumulator.take import Take
 from hpcaccum.accumulator.turns import OneThread
 from hpcaccum.accumulator.writer import Writer
+from hpcaccum.deadline import Deadline
 from hpcaccum.errors import InvalidArgumentError, LostRankError, WaitTimeoutError
-from hpcaccum.mpi import Freeable, is_ending
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from hpcaccum.accumulator.receipts import Tally
-    from hpcaccum.accumulator.settings import Settings
-    from hpcaccum.accumulator.state import Closed
-    from hpcaccum.deadline import Deadline
-    from hpcaccum.mpi import Group
+from hpcaccum.mpi import Freeable, Group, is_ending
 
 # Begins the key of one with a shared name in `Group.named`.
 _KEY = "accumulator"

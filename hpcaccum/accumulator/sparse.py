@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, SupportsIndex, SupportsInt
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from hpcaccum.accumulator.conditional import Accumulator, Taken
+from hpcaccum.accumulator.receipts import Receipt
 from hpcaccum.accumulator.settings import check_sparse_settings
+from hpcaccum.accumulator.state import Closed
 from hpcaccum.accumulator.storage import RowBuffers, RowGradient
 from hpcaccum.arguments import positive_weight, step_number
+from hpcaccum.deadline import Deadline
 from hpcaccum.device import cupy, current_stream
+from hpcaccum.dtypes import Array
 from hpcaccum.mpi import Group, group_of
 from hpcaccum.rows import IndexedSlices
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from mpi4py import MPI as mpi4py_MPI
-    from numpy.typing import ArrayLike, DTypeLike
-
-    from hpcaccum.accumulator.receipts import Receipt
-    from hpcaccum.accumulator.state import Closed
-    from hpcaccum.deadline import Deadline
-    from hpcaccum.dtypes import Array
 
 
 class SparseGradient(NamedTuple):

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hpcaccum import device
 from hpcaccum.accumulator.batch import Batch
-from hpcaccum.accumulator.settings import ROWS, SLOTS, SUM
-from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.accumulator.settings import ROWS, SLOTS, SUM, Settings
+from hpcaccum.accumulator.state import Closed, Record
+from hpcaccum.deadline import Deadline
+from hpcaccum.dtypes import Array, accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.mpi import Region
+from hpcaccum.mpi import Group, Region
 from hpcaccum.nodes import NodeParts, Place, is_short
 from hpcaccum.rows import (
+    IndexedSlices,
     RowFormat,
     RowPlace,
     Rows,
@@ -31,16 +35,6 @@ from hpcaccum.rows import (
 )
 from hpcaccum.spans import traced
 from hpcaccum.summation import add_in_order, fill
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from hpcaccum.accumulator.settings import Settings
-    from hpcaccum.accumulator.state import Closed, Record
-    from hpcaccum.deadline import Deadline
-    from hpcaccum.dtypes import Array
-    from hpcaccum.mpi import Group
-    from hpcaccum.rows import IndexedSlices
 
 
 class Buffers:

@@ -8,19 +8,14 @@ see `host_calls`.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-from hpcaccum.accumulator.protocol import CLOSED, MEMBERS, STATE
-from hpcaccum.accumulator.state import Closed, State
+from hpcaccum.accumulator.protocol import CLOSED, MEMBERS, STATE, AdmissionProtocol
+from hpcaccum.accumulator.state import Closed, Record, State
+from hpcaccum.accumulator.storage import Storage
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import EverybodyLeftError, WaitTimeoutError, format_ranks
+from hpcaccum.nodes import Calls
 from hpcaccum.spans import traced
-
-if TYPE_CHECKING:
-    from hpcaccum.accumulator.protocol import AdmissionProtocol
-    from hpcaccum.accumulator.state import Record
-    from hpcaccum.accumulator.storage import Storage
-    from hpcaccum.nodes import Calls
 
 # Seconds that a take with ``at_least`` has for admitted writers after its limit. It has
 # closed the round by then, and they copy one gradient each.

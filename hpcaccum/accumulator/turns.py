@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.mpi import AtomicWords
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from typing_extensions import Self
-
-    from hpcaccum.mpi import AtomicWords
 
 _ABSENT, _DRAWING = 0, -1
 

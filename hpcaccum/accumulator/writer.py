@@ -5,25 +5,21 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from hpcaccum.accumulator.protocol import Request
-from hpcaccum.accumulator.state import admits
+from hpcaccum.accumulator.host_calls import HostCalls
+from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted, Fresh, Request
+from hpcaccum.accumulator.receipts import Receipt
+from hpcaccum.accumulator.state import Record, admits
+from hpcaccum.accumulator.storage import Storage
 from hpcaccum.accumulator.turns import OneThread
 from hpcaccum.deadline import Deadline, grace
 from hpcaccum.device import is_device
+from hpcaccum.dtypes import Array
 from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError
+from hpcaccum.nodes import Call
 from hpcaccum.overlap import overlap, same_elements
 from hpcaccum.spans import traced
-
-if TYPE_CHECKING:
-    from hpcaccum.accumulator.host_calls import HostCalls
-    from hpcaccum.accumulator.protocol import AdmissionProtocol, Admitted, Fresh
-    from hpcaccum.accumulator.receipts import Receipt
-    from hpcaccum.accumulator.state import Record
-    from hpcaccum.accumulator.storage import Storage
-    from hpcaccum.dtypes import Array
-    from hpcaccum.nodes import Call
 
 # What a call waits for if slots of other threads leave no buffer, for messages.
 _OTHER_THREAD = "another thread of this rank to apply the slot that it holds"

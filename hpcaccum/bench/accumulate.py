@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,10 +21,8 @@ from hpcaccum.bench.measure import (
     repeated,
 )
 from hpcaccum.deadline import Deadline
+from hpcaccum.dtypes import Array
 from hpcaccum.mpi import Region
-
-if TYPE_CHECKING:
-    from hpcaccum.dtypes import Array
 
 # A local step that is always stale.
 _STALE = -1

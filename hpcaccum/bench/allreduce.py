@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from hpcaccum import Layout, Reducer
 from hpcaccum.bench.measure import (
     Case,
     Memory,
+    Run,
     apart,
     check_equal,
     gradient,
@@ -17,12 +19,7 @@ from hpcaccum.bench.measure import (
     sum_everywhere,
     sum_of_gradients,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from hpcaccum.bench.measure import Run
-    from hpcaccum.dtypes import Array
+from hpcaccum.dtypes import Array
 
 _ARRAYS = 32
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 from hpcaccum import Group, InvalidArgumentError, device, group_of
 from hpcaccum.bench import plan, report, scaling, torch_step
@@ -25,11 +27,6 @@ from hpcaccum.bench.rows import Row, RowFiles
 from hpcaccum.files import check_apart, check_new, check_writable, ending_the_job
 from hpcaccum.machine import circumstances, describe, hosts_and_date
 from hpcaccum.plots import check_picture
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable
-    from pathlib import Path
 
 _ONE_NODE = (
     "all ranks are on one node, and nothing crosses a wire: use hpcaccum bench step, "

@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
 from hpcaccum import InvalidArgumentError
 from hpcaccum.bench.report import number_text, print_groups, size_text, time_text
-from hpcaccum.bench.rows import read
+from hpcaccum.bench.rows import Key, Rows, read
 from hpcaccum.errors import counted
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from hpcaccum.bench.rows import Key, Rows
 
 # Circumstances that must be the same for times to be comparable.
 _SAME = "hosts", "ranks_per_node", "cpu", "cores", "mpi_version", "settings", "numpy"

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from hpcaccum.bench.measure import (
     NEVER_STALE,
     Case,
     Memory,
+    Run,
     check_equal,
     gradient,
     repeated,
@@ -40,11 +42,6 @@ from hpcaccum.bench.measure import (
 from hpcaccum.bench.report import Column, Columns
 from hpcaccum.device import PointerTable, kernels
 from hpcaccum.optimizers import SGD, Adam, Variable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from hpcaccum.bench.measure import Run
 
 # Relative sizes of 161 arrays: roughly those of ResNet-50.
 _SHARES = [64 * 64 * 9] * 120 + [2048 * 512] * 20 + [256] * 21

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
+from hpcaccum import Group
 from hpcaccum.bench.measure import RingExchange
 from hpcaccum.bench.report import number_text
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from hpcaccum import Group
-    from hpcaccum.dtypes import Array
+from hpcaccum.dtypes import Array
 
 T = TypeVar("T")
 

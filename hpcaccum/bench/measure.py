@@ -10,25 +10,20 @@ import itertools
 import math
 import shutil
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
-from hpcaccum import device
-from hpcaccum.bench.report import USUAL
+from hpcaccum import Group, device
+from hpcaccum.bench.report import USUAL, Columns
 from hpcaccum.bench.rows import Row
+from hpcaccum.dtypes import Array
 from hpcaccum.machine import free_memory
 from hpcaccum.mpi import MPI
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from hpcaccum import Group
-    from hpcaccum.bench.report import Columns
-    from hpcaccum.dtypes import Array
-
-    Run = Callable[[int], list[float]]
+Run = Callable[[int], list[float]]
 
 T = TypeVar("T", bound=Any)
 

@@ -6,21 +6,18 @@ import argparse
 import inspect
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpcaccum import option_values
 from hpcaccum.bench.accumulate import Accumulate
 from hpcaccum.bench.allreduce import Allreduce
 from hpcaccum.bench.device import DEVICE_BENCHMARKS
 from hpcaccum.bench.device import __doc__ as device_help
+from hpcaccum.bench.measure import Case
 from hpcaccum.bench.step import Step
 from hpcaccum.bench.torch_step import TorchStep
 from hpcaccum.bench.wire import Wire
 from hpcaccum.option_values import add as add_option
 from hpcaccum.option_values import add_flag, positive
-
-if TYPE_CHECKING:
-    from hpcaccum.bench.measure import Case
 
 BENCHMARKS: dict[str, type[Case]] = {
     "accumulate": Accumulate,

@@ -6,12 +6,14 @@ which the simulation of ``hpcaccum plan`` takes the same times.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import itertools
 import math
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from hpcaccum import (
     SGD,
     CrossShardOptimizer,
     DropStaleGradientOptimizer,
+    Group,
     InvalidArgumentError,
     SyncReplicasOptimizer,
     Variable,
@@ -31,12 +34,6 @@ from hpcaccum.plan.setting import Machine, Setting
 from hpcaccum.plan.simulation import simulate
 from hpcaccum.spans import Recorder, recorded_by
 from hpcaccum.tables import table
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Sequence
-
-    from hpcaccum import Group
 
 # Seconds of a gradient, for each of these sizes.
 _SLEEP = 5e-3

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 from hpcaccum.bench.measure import COPY
 from hpcaccum.bench.report import size_text, time_text
-from hpcaccum.plots import (
-    COLORS,
-    add_legend,
-    group_by,
-    make_figure,
-    set_ticks,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
-
-    from hpcaccum.bench.rows import Row
+from hpcaccum.bench.rows import Row
+from hpcaccum.plots import COLORS, add_legend, group_by, make_figure, set_ticks
 
 # One for each color.
 _MARKERS = "osD^vPX*"

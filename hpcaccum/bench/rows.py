@@ -6,7 +6,9 @@ import contextlib
 import csv
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from hpcaccum import InvalidArgumentError
 from hpcaccum.files import (
@@ -17,13 +19,9 @@ from hpcaccum.files import (
     read_lines,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    Key = tuple[str, int, int, str, str]
-    # Rows, and the circumstances of each.
-    Rows = dict[Key, tuple["Row", Mapping[str, Any]]]
+Key = tuple[str, int, int, str, str]
+# Rows, and the circumstances of each.
+Rows = dict[Key, tuple["Row", Mapping[str, Any]]]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from hpcaccum import InvalidArgumentError
 from hpcaccum.bench.plot import add_lines, label_axis
@@ -12,10 +14,6 @@ from hpcaccum.bench.rows import read, reading
 from hpcaccum.files import json_value, read_lines
 from hpcaccum.machine import hosts_and_date
 from hpcaccum.plots import group_by, make_figure
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
 
 _ABOUT = """\
 efficiency: 1 is perfect. For a benchmark, it is the time on the fewest ranks

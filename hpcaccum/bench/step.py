@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from hpcaccum import (
     CrossShardOptimizer,
     DropStaleGradientOptimizer,
     Layout,
+    Optimizer,
     Reducer,
     SyncReplicasOptimizer,
     Variable,
@@ -26,12 +28,7 @@ from hpcaccum.bench.measure import (
     sum_everywhere,
     update_each,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from hpcaccum import Optimizer
-    from hpcaccum.dtypes import Array
+from hpcaccum.dtypes import Array
 
 # A power of two: sums of many steps stay exact.
 RATE = 2.0**-10

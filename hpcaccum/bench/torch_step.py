@@ -7,17 +7,13 @@ import functools
 import importlib
 import math
 import socket
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from hpcaccum import InvalidArgumentError
+from hpcaccum import Group, InvalidArgumentError
 from hpcaccum.bench.measure import Case, Memory, WrongAnswerError, repeated
 from hpcaccum.bench.report import Columns, figure
 from hpcaccum.mpi import MPI
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from hpcaccum import Group
 
 _LAYERS, _SAMPLES = 3, 8
 # A power of two.

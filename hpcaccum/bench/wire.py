@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,13 +13,16 @@ from hpcaccum import (
     CrossShardOptimizer,
     DropStaleGradientOptimizer,
     LocalStepsOptimizer,
+    Optimizer,
     SyncReplicasOptimizer,
 )
+from hpcaccum.bench.links import Links
 from hpcaccum.bench.measure import (
     ANY_STALENESS,
     EXCHANGE,
     Case,
     Memory,
+    Run,
     WrongAnswerError,
     check_equal,
     gradient,
@@ -30,14 +34,7 @@ from hpcaccum.bench.measure import (
 )
 from hpcaccum.bench.report import Columns, figure
 from hpcaccum.bench.step import RATE, Optimizing
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from hpcaccum import Optimizer
-    from hpcaccum.bench.links import Links
-    from hpcaccum.bench.measure import Run
-    from hpcaccum.dtypes import Array
+from hpcaccum.dtypes import Array
 
 _BASE = "cross-shard"
 # Local steps of a period; each pushes one of the variables.

@@ -32,11 +32,7 @@ from hpcaccum.device.arrays import (
     to_host,
     use_device,
 )
-from hpcaccum.device.multi_tensor import (
-    PointerTable,
-    check_device_array,
-    largest,
-)
+from hpcaccum.device.multi_tensor import PointerTable, check_device_array, largest
 from hpcaccum.device.nccl import NcclSum, card, unique_id
 from hpcaccum.device.transfer import Transfer
 

@@ -11,16 +11,13 @@ import functools
 import logging
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from hpcaccum.dtypes import Array
 from hpcaccum.errors import DeviceUnavailableError, InvalidArgumentError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from hpcaccum.dtypes import Array
 
 logger = logging.getLogger("hpcaccum")
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +18,6 @@ from hpcaccum.device.arrays import cupy, current_device
 from hpcaccum.dtypes import BFLOAT16
 from hpcaccum.errors import DeviceUnavailableError
 from hpcaccum.files import shipped
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # Threads of a block, for which the kernels are compiled (kernels/common.cuh).
 THREADS = 256

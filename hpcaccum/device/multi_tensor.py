@@ -7,26 +7,16 @@ absolute value of each array.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hpcaccum.device import kernels
 from hpcaccum.device.arrays import check_array, cupy, is_device
-from hpcaccum.device.tables import (
-    KINDS,
-    RECENT,
-    Chunks,
-    RecentTables,
-    chunked,
-    upload,
-)
+from hpcaccum.device.tables import KINDS, RECENT, Chunks, RecentTables, chunked, upload
 from hpcaccum.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from hpcaccum.layout import Layout
+from hpcaccum.layout import Layout
 
 # Elements that a block reads for one result. Blocks of fewer would wait for each other,
 # as they all change one word. (On an H100, 256 MiB take twice as long by 4096.)

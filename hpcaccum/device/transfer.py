@@ -9,7 +9,8 @@ copy in both directions at once.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -22,12 +23,8 @@ from hpcaccum.device.arrays import (
     new_event,
 )
 from hpcaccum.device.multi_tensor import PointerTable
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from hpcaccum.dtypes import Array
-    from hpcaccum.layout import Layout
+from hpcaccum.dtypes import Array
+from hpcaccum.layout import Layout
 
 
 class Transfer:

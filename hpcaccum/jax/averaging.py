@@ -6,6 +6,7 @@ import contextlib
 import functools
 import numbers
 import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -17,21 +18,17 @@ from jax.experimental import io_callback
 
 from hpcaccum.accumulator import Tally
 from hpcaccum.arguments import check_wire_dtype, positive_weight, rank_number
+from hpcaccum.dtypes import Array
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.jax.structure import Structure, is_key, key_data
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import MPI, Freeable, Group, group_of, lack_of_threads
 from hpcaccum.optimizers import Variable, start
-from hpcaccum.optimizers.finite import check_choice, to_drop
+from hpcaccum.optimizers.finite import OnNonfinite, check_choice, to_drop
 from hpcaccum.optimizers.shard_reducer import ShardReducer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from mpi4py import MPI as mpi4py_MPI
-
-    from hpcaccum.dtypes import Array
-    from hpcaccum.optimizers.finite import OnNonfinite
 
 _NAME = "hpcaccum.jax.average"
 # What comes back of `AverageState.compared`.

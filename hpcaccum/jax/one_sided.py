@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcaccum.accumulator import Receipt
 from hpcaccum.arguments import fitting
 from hpcaccum.errors import InvalidArgumentError, format_ranks
 from hpcaccum.jax.rule import OptaxRule
@@ -20,16 +22,12 @@ from hpcaccum.optimizers import (
     SyncReplicasOptimizer,
 )
 from hpcaccum.optimizers.adapter import AdapterBase, ServerArguments, check_known
+from hpcaccum.optimizers.one_sided import OneSidedOptimizer
+from hpcaccum.server import Lateness
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from mpi4py import MPI as mpi4py_MPI
     from typing_extensions import Unpack
-
-    from hpcaccum.accumulator import Receipt
-    from hpcaccum.optimizers.one_sided import OneSidedOptimizer
-    from hpcaccum.server import Lateness
 
 
 class Options(ServerArguments, total=False):

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 import optax
 
+from hpcaccum.dtypes import Array
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.jax.averaging import no_average
 from hpcaccum.jax.structure import Structure, is_key, key_data
 from hpcaccum.optimizers.base import KeptState, Optimizer
+from hpcaccum.optimizers.snapshot import Key, Parts
 from hpcaccum.optimizers.variable import Variable
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from hpcaccum.dtypes import Array
-    from hpcaccum.optimizers.snapshot import Key, Parts
 
 
 class _Keys:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
-from hpcaccum.dtypes import FLOATS
+from hpcaccum.dtypes import FLOATS, Array
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers import Variable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from hpcaccum.dtypes import Array
 
 
 @dataclass(frozen=True)

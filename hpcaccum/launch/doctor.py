@@ -21,8 +21,8 @@ import sys
 import sysconfig
 import tempfile
 import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpcaccum import InvalidArgumentError, __version__, group_of
 from hpcaccum.errors import counted
@@ -39,9 +39,6 @@ from hpcaccum.launch.probes import (
 )
 from hpcaccum.mpi import abort_job, launched_ranks, slurm_plugin
 from hpcaccum.option_values import add, add_flag, positive
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 # Seconds: for the start of a job, and for its end when it is asked to.
 _START, _PATIENCE = 10.0, 5.0

@@ -10,23 +10,20 @@ import os
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 import hpcaccum as hpc
+from hpcaccum import Group
 from hpcaccum.device import cupy
 from hpcaccum.dtypes import HALVES
 from hpcaccum.errors import DeviceUnavailableError, counted
 from hpcaccum.machine import free_memory
 from hpcaccum.mpi import MPI, cuda_awareness, number_in
 from hpcaccum.nodes import words_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from hpcaccum import Group
 
 GOOD, NOTE, BAD = "ok", "note", "problem"
 # The name of the probe that kills a rank.

@@ -9,15 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpcaccum import InvalidArgumentError, checkpoint
 from hpcaccum.errors import RESTART
 from hpcaccum.option_values import add, whole
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # Each asks the command to end, so it is not started again.
 _SIGNALS = [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT]

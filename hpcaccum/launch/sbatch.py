@@ -6,7 +6,8 @@ import argparse
 import functools
 import re
 import shlex
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable, Iterable
+from typing import NoReturn
 
 from hpcaccum import InvalidArgumentError
 from hpcaccum.bench import options as bench_options
@@ -14,9 +15,6 @@ from hpcaccum.bench.command import needs_mpi
 from hpcaccum.files import shipped
 from hpcaccum.option_values import add, count, counts
 from hpcaccum.train import options as train_options
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 # What sbatch calls our options.
 _NAMES = {

@@ -18,19 +18,9 @@ MPI windows are in this package. Imports `deadline` and the modules below it.
 
 from __future__ import annotations
 
-from hpcaccum.mpi.job.launcher import (
-    is_rank,
-    launched_ranks,
-    number_in,
-    slurm_plugin,
-)
+from hpcaccum.mpi.job.launcher import is_rank, launched_ranks, number_in, slurm_plugin
 from hpcaccum.mpi.job.runtime import MPI, VARIABLE, cuda_awareness, lack_of_threads
-from hpcaccum.mpi.job.shutdown import (
-    abort_job,
-    install_excepthook,
-    is_ending,
-    or_abort,
-)
+from hpcaccum.mpi.job.shutdown import abort_job, install_excepthook, is_ending, or_abort
 from hpcaccum.mpi.life.lifetime import Freeable, Objects, group_of
 from hpcaccum.mpi.memory.atomic_words import AtomicWords, bits, number_of
 from hpcaccum.mpi.memory.node_memory import NodeMemory, memory_of_rank

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from hpcaccum.deadline import EAGER, Deadline, Wake
 from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError, plural
 from hpcaccum.mpi import (
     MPI,
+    Group,
     begun,
     duplicate,
     is_complete,
@@ -33,9 +34,6 @@ from hpcaccum.mpi import (
     receive,
     short_switch_interval,
 )
-
-if TYPE_CHECKING:
-    from hpcaccum.mpi import Group
 
 # The steps of a handler. Each yields whether it has done something.
 Steps = Iterator[bool]

@@ -5,19 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Callable
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from hpcaccum.deadline import EAGER, Deadline
 from hpcaccum.errors import InvalidArgumentError, LostRankError, WaitTimeoutError
-from hpcaccum.mpi import begun, is_complete, receive
-from hpcaccum.nodes.agent import Agent, Service
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from hpcaccum.mpi import Group
-    from hpcaccum.nodes.agent import Steps
+from hpcaccum.mpi import Group, begun, is_complete, receive
+from hpcaccum.nodes.agent import Agent, Service, Steps
 
 T = TypeVar("T")
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from hpcaccum.deadline import Deadline
+from hpcaccum.dtypes import Array
 from hpcaccum.errors import LostRankError
-from hpcaccum.mpi import AtomicWords, NodeMemory, keep
-from hpcaccum.nodes.agent import Agent, Service
+from hpcaccum.mpi import AtomicWords, Group, NodeMemory, keep
+from hpcaccum.nodes.agent import Agent, Service, Steps
 from hpcaccum.nodes.transfer import (
     Incoming,
+    Narrowing,
+    Piece,
     buffers_for,
     is_short,
     length,
@@ -21,15 +26,6 @@ from hpcaccum.nodes.transfer import (
 )
 from hpcaccum.spans import traced
 from hpcaccum.summation import add_in_order
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-
-    from hpcaccum.deadline import Deadline
-    from hpcaccum.dtypes import Array
-    from hpcaccum.mpi import Group
-    from hpcaccum.nodes.agent import Steps
-    from hpcaccum.nodes.transfer import Narrowing, Piece
 
 
 class Place(NamedTuple):

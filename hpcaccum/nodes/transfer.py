@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcaccum.dtypes import Array
 from hpcaccum.mpi import begun, is_complete
+from hpcaccum.nodes.agent import Steps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from mpi4py import MPI as mpi4py_MPI
-
-    from hpcaccum.dtypes import Array
-    from hpcaccum.nodes.agent import Steps
 
 # Bytes of a piece. One is added while others travel, so pieces are small beside long
 # vectors; a message of this size takes much longer than the steps around it.

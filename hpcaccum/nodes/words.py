@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partialmethod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.mpi import AtomicWords, memory_barrier
+from hpcaccum.mpi import AtomicWords, Group, memory_barrier
 from hpcaccum.nodes.calls import Calls
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from hpcaccum.mpi import Group
 
 # The words in front of others that say whether an object is in use: more would clear
 # the caches of a core.

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypedDict
 
-from hpcaccum.mpi import Freeable
+from hpcaccum.accumulator import Tally
+from hpcaccum.mpi import Freeable, Group
+from hpcaccum.optimizers.cross_shard import CrossShardOptimizer
+from hpcaccum.optimizers.finite import OnNonfinite
+from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from mpi4py import MPI as mpi4py_MPI
-
-    from hpcaccum.accumulator import Tally
-    from hpcaccum.mpi import Group
-    from hpcaccum.optimizers.cross_shard import CrossShardOptimizer
-    from hpcaccum.optimizers.finite import OnNonfinite
-    from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 
 
 class ServerArguments(TypedDict, total=False):

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from hpcaccum.accumulator import Receipt
 from hpcaccum.arguments import positive_count
 from hpcaccum.device import copyto
+from hpcaccum.dtypes import Array
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import Layout
+from hpcaccum.mpi import Group
 from hpcaccum.optimizers.base import Optimizer
-from hpcaccum.optimizers.checks import check_variables
+from hpcaccum.optimizers.checks import Pairs, Variables, check_variables
+from hpcaccum.optimizers.finite import OnNonfinite
 from hpcaccum.optimizers.local_steps import LocalSteps
 from hpcaccum.optimizers.slices import add_slices, apart, copied_rows
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.rows import IndexedSlices, Rows, merged
-from hpcaccum.server import ServerOptions
+from hpcaccum.server import ServerOptions, Servers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
     from mpi4py import MPI as mpi4py_MPI
-    from numpy.typing import ArrayLike
-
-    from hpcaccum.dtypes import Array
-    from hpcaccum.mpi import Group
-    from hpcaccum.optimizers.checks import Pairs, Variables
-    from hpcaccum.optimizers.finite import OnNonfinite
-    from hpcaccum.server import Servers
 
 
 class UnknownVariableError(InvalidArgumentError, KeyError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -9,33 +10,33 @@ import numpy as np
 from hpcaccum.accumulator import Receipt
 from hpcaccum.arguments import check_wire_dtype, wire_format
 from hpcaccum.device import cupy, is_device, release, to_host
+from hpcaccum.dtypes import Array
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Group, Objects, group_of
 from hpcaccum.optimizers.base import ExchangeKind, Optimizer, with_factor
 from hpcaccum.optimizers.checks import (
+    Loss,
+    Pairs,
+    PairsLike,
+    Variables,
     check_groups,
     check_pairs,
     check_variables,
     exchanged_weight,
     listed,
 )
+from hpcaccum.optimizers.finite import OnNonfinite
 from hpcaccum.optimizers.shard_reducer import ShardReducer, layout_of, row_formats
 from hpcaccum.optimizers.slices import exchanged, with_sums
 from hpcaccum.optimizers.snapshot import set_values
 from hpcaccum.optimizers.start import broadcast, compare, signature, warn_of_wider
 from hpcaccum.optimizers.update_rule import finite
+from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import Wrapper, one_thread
 from hpcaccum.reducer import RAISE, check_schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from mpi4py import MPI as mpi4py_MPI
-
-    from hpcaccum.dtypes import Array
-    from hpcaccum.optimizers.checks import Loss, Pairs, PairsLike, Variables
-    from hpcaccum.optimizers.finite import OnNonfinite
-    from hpcaccum.optimizers.variable import Variable
 
 # The options that reducers have, too.
 _OF_REDUCERS = ("schedule", "cuda_aware", "wire_dtype", "on_loss")

@@ -9,19 +9,15 @@ gradients is copied again, and only if their addresses have changed.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hpcaccum.device import kernels, tables
-from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.dtypes import Array, accumulation_dtype
+from hpcaccum.optimizers.snapshot import State
 from hpcaccum.overlap import bounds, sharing
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from hpcaccum.dtypes import Array
-    from hpcaccum.optimizers.snapshot import State
 
 
 class _Group(NamedTuple):

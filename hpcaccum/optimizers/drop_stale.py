@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum.arguments import integer
+from hpcaccum.mpi import Group
+from hpcaccum.optimizers.base import Optimizer
+from hpcaccum.optimizers.checks import Loss, Pairs, Variables
+from hpcaccum.optimizers.finite import OnNonfinite
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
-from hpcaccum.server import ServerOptions, factors_of
+from hpcaccum.server import Lateness, ServerOptions, Servers, factors_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
-
-    from hpcaccum.mpi import Group
-    from hpcaccum.optimizers.base import Optimizer
-    from hpcaccum.optimizers.checks import Loss, Pairs, Variables
-    from hpcaccum.optimizers.finite import OnNonfinite
-    from hpcaccum.server import Lateness, Servers
 
 
 class DropStaleGradientOptimizer(OneSidedOptimizer):

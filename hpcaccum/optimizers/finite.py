@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from hpcaccum.arguments import one_of
 from hpcaccum.device import cupy, is_device, largest
-from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.dtypes import Array, accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.base import with_factor
-from hpcaccum.optimizers.checks import check_pairs
+from hpcaccum.optimizers.checks import Pairs, PairsLike, check_pairs
+from hpcaccum.optimizers.slices import Gradient
 from hpcaccum.optimizers.update_rule import checked_number
 from hpcaccum.rows import IndexedSlices, rows_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from hpcaccum.dtypes import Array
-    from hpcaccum.optimizers.checks import Pairs, PairsLike
-    from hpcaccum.optimizers.slices import Gradient
 
 # What `on_nonfinite=` accepts.
 OnNonfinite = Literal["accept", "drop", "raise"]

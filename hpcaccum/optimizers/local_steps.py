@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,27 +11,20 @@ import numpy as np
 from hpcaccum.accumulator import Receipt
 from hpcaccum.arguments import integer, positive_count
 from hpcaccum.device import copyto, cupy, library, release
-from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.dtypes import Array, accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.mpi import Group
 from hpcaccum.optimizers.base import Optimizer
-from hpcaccum.optimizers.checks import check_sparse
+from hpcaccum.optimizers.checks import Loss, Pairs, Variables, check_sparse
+from hpcaccum.optimizers.finite import OnNonfinite
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
-from hpcaccum.optimizers.served import fragments_of
+from hpcaccum.optimizers.served import Served, fragments_of
+from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import check_inner, one_thread
-from hpcaccum.server import ServerOptions, factors_of
+from hpcaccum.server import Lateness, ServerOptions, Servers, factors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from mpi4py import MPI as mpi4py_MPI
-
-    from hpcaccum.dtypes import Array
-    from hpcaccum.mpi import Group
-    from hpcaccum.optimizers.checks import Loss, Pairs, Variables
-    from hpcaccum.optimizers.finite import OnNonfinite
-    from hpcaccum.optimizers.served import Served
-    from hpcaccum.optimizers.variable import Variable
-    from hpcaccum.server import Lateness, Servers
 
 
 class LocalSteps(OneSidedOptimizer):

@@ -5,16 +5,24 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 
+from hpcaccum.accumulator import Receipt
 from hpcaccum.arguments import wire_format
+from hpcaccum.dtypes import Array
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import group_of
 from hpcaccum.optimizers.base import ExchangeKind, Optimizer, with_factor
 from hpcaccum.optimizers.checks import (
+    Loss,
+    Pairs,
+    PairsLike,
+    Variables,
     capacities,
     check_pairs,
     check_sparse,
@@ -32,29 +40,22 @@ from hpcaccum.optimizers.served import (
     read,
 )
 from hpcaccum.optimizers.slices import exchanged
-from hpcaccum.optimizers.snapshot import check_snapshot, set_values, together
+from hpcaccum.optimizers.snapshot import Parts, check_snapshot, set_values, together
 from hpcaccum.optimizers.start import warn_of_wider
 from hpcaccum.optimizers.variable import Variable
 from hpcaccum.optimizers.wrapper import Wrapper, one_thread
+from hpcaccum.rows import RowPlace
 from hpcaccum.server import (
     BoundedStalenessInbox,
+    Factors,
+    Inbox,
+    ParameterServer,
     QuorumInbox,
     ServerOptions,
     ServerSetup,
     check_nodes,
     spread,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from hpcaccum.accumulator import Receipt
-    from hpcaccum.dtypes import Array
-    from hpcaccum.optimizers.checks import Loss, Pairs, PairsLike, Variables
-    from hpcaccum.optimizers.snapshot import Parts
-    from hpcaccum.rows import RowPlace
-    from hpcaccum.server import Factors, Inbox, ParameterServer
 
 logger = logging.getLogger("hpcaccum")
 

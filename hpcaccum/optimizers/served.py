@@ -15,26 +15,21 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from hpcaccum.accumulator import Receipt
 from hpcaccum.device import to_host
-from hpcaccum.optimizers.snapshot import COUNT, plain, snapshot_of
+from hpcaccum.dtypes import Array
+from hpcaccum.mpi import Group
+from hpcaccum.optimizers.base import Optimizer
+from hpcaccum.optimizers.snapshot import COUNT, Key, Parts, plain, snapshot_of
 from hpcaccum.optimizers.start import broadcast
 from hpcaccum.optimizers.update_rule import FlatRule, Rule
 from hpcaccum.optimizers.variable import Variable
-from hpcaccum.server import ParameterServer, joined
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from hpcaccum.accumulator import Receipt
-    from hpcaccum.dtypes import Array
-    from hpcaccum.mpi import Group
-    from hpcaccum.optimizers.base import Optimizer
-    from hpcaccum.optimizers.snapshot import Key, Parts
-    from hpcaccum.server import ServerSetup
+from hpcaccum.server import ParameterServer, ServerSetup, joined
 
 # What one of several servers has of a variable itself, beside its state.
 _VALUE = "?value"

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
 from hpcaccum import metrics
 from hpcaccum.accumulator import Tally
 from hpcaccum.arguments import converted
-from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.dtypes import Array, accumulation_dtype
 from hpcaccum.errors import (
     NO_MORE_DATA,
     BrokenObjectError,
@@ -19,16 +20,10 @@ from hpcaccum.errors import (
     InvalidArgumentError,
 )
 from hpcaccum.layout import Layout
-from hpcaccum.mpi import Objects
+from hpcaccum.mpi import Group, Objects
+from hpcaccum.optimizers.variable import Variable
 from hpcaccum.reducer import Interruption, Reducer
 from hpcaccum.rows import RowExchange, RowFormat, Rows, columns, weighted
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from hpcaccum.dtypes import Array
-    from hpcaccum.mpi import Group
-    from hpcaccum.optimizers.variable import Variable
 
 T = TypeVar("T")
 

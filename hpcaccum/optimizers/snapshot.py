@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hpcaccum.accumulator import Tally
 from hpcaccum.arguments import step_number
 from hpcaccum.device import copyto, cupy, is_device, to_host
-from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.dtypes import Array, accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers.variable import Variable, is_integer
 from hpcaccum.server import check_first_step
 
-if TYPE_CHECKING:
-    from hpcaccum.dtypes import Array
-
-    # Name of each slot to its initial value, or to an array with it.
-    Slots = Mapping[str, float] | Mapping[str, Array]
+# Name of each slot to its initial value, or to an array with it.
+Slots = Mapping[str, float] | Mapping[str, Array]
 
 # Of a variable: names of slots to arrays, and of counts to integers.
 Parts = Mapping[str, Any]

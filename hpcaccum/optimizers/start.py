@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import copyto, to_host
-from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.dtypes import Array, accumulation_dtype
 from hpcaccum.errors import DisagreementError, format_ranks
 from hpcaccum.layout import Layout
-from hpcaccum.mpi import complete
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from hpcaccum.dtypes import Array
-    from hpcaccum.mpi import Group
-    from hpcaccum.optimizers.variable import Variable
+from hpcaccum.mpi import Group, complete
+from hpcaccum.optimizers.variable import Variable
 
 logger = logging.getLogger("hpcaccum")
 

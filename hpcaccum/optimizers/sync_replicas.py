@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hpcaccum.accumulator import Receipt
 from hpcaccum.arguments import positive_count
 from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.mpi import Group
+from hpcaccum.optimizers.base import Optimizer
+from hpcaccum.optimizers.finite import OnNonfinite
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
-from hpcaccum.server import QuorumInbox, ServerOptions, factors_of
+from hpcaccum.optimizers.served import Served
+from hpcaccum.optimizers.variable import Variable
+from hpcaccum.server import Lateness, QuorumInbox, ServerOptions, Servers, factors_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
-
-    from hpcaccum.accumulator import Receipt
-    from hpcaccum.mpi import Group
-    from hpcaccum.optimizers.base import Optimizer
-    from hpcaccum.optimizers.finite import OnNonfinite
-    from hpcaccum.optimizers.served import Served
-    from hpcaccum.optimizers.variable import Variable
-    from hpcaccum.server import Lateness, Servers
 
 
 class SyncReplicasOptimizer(OneSidedOptimizer):

@@ -12,7 +12,7 @@ import math
 import numbers
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
@@ -30,17 +30,14 @@ from hpcaccum.optimizers.checks import (
 )
 from hpcaccum.optimizers.device_update import Plan
 from hpcaccum.optimizers.slices import Gradient, apart
-from hpcaccum.optimizers.snapshot import COUNT, Key, State, check_array
+from hpcaccum.optimizers.snapshot import COUNT, Key, Slots, State, check_array
 from hpcaccum.optimizers.variable import Variable, is_float
 from hpcaccum.rows import IndexedSlices, Rows, rows_of
 from hpcaccum.spans import traced
 
-if TYPE_CHECKING:
-    from hpcaccum.optimizers.snapshot import Slots
-
-    # Called with pieces of the value, of the gradient and of the slots, with working
-    # memory of the same size, and with numbers. The arrays are vectors of one dtype.
-    Update = Callable[..., None]
+# Called with pieces of the value, of the gradient and of the slots, with working
+# memory of the same size, and with numbers. The arrays are vectors of one dtype.
+Update = Callable[..., None]
 
 # A learning rate: a number, or a callable that returns one.
 Rate = float | Callable[[], float] | Callable[[int], float]

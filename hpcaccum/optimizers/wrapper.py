@@ -5,44 +5,32 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Concatenate,
-    ParamSpec,
-    SupportsFloat,
-    TypeVar,
-    cast,
-    overload,
-)
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, SupportsFloat, TypeVar, cast, overload
 
 from hpcaccum import metrics
+from hpcaccum.accumulator import Receipt, Tally
 from hpcaccum.arguments import positive_count
 from hpcaccum.device import all_on_device, release
+from hpcaccum.dtypes import Array
 from hpcaccum.errors import InvalidArgumentError, counted
-from hpcaccum.mpi import Freeable
+from hpcaccum.mpi import Freeable, Group
 from hpcaccum.optimizers.base import ExchangeKind, KeptState, Optimizer
 from hpcaccum.optimizers.checks import (
+    Loss,
+    Pairs,
+    Variables,
     check_global_step,
     check_trainable,
     check_variables,
     listed,
 )
-from hpcaccum.optimizers.finite import check_choice, to_drop
+from hpcaccum.optimizers.finite import OnNonfinite, check_choice, to_drop
+from hpcaccum.optimizers.shard_reducer import ShardReducer
 from hpcaccum.optimizers.snapshot import counts_of
+from hpcaccum.optimizers.update_rule import Rate
 from hpcaccum.optimizers.variable import Variable, check_name, counter
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from hpcaccum.accumulator import Receipt, Tally
-    from hpcaccum.dtypes import Array
-    from hpcaccum.mpi import Group
-    from hpcaccum.optimizers.checks import Loss, Pairs, Variables
-    from hpcaccum.optimizers.finite import OnNonfinite
-    from hpcaccum.optimizers.shard_reducer import ShardReducer
-    from hpcaccum.optimizers.update_rule import Rate
-    from hpcaccum.server import ParameterServer
+from hpcaccum.server import ParameterServer
 
 logger = logging.getLogger("hpcaccum")
 

@@ -6,8 +6,9 @@ import argparse
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpcaccum import option_values as values
 from hpcaccum.dtypes import float_dtype
@@ -17,9 +18,6 @@ from hpcaccum.plan.compute import MORE, compute
 from hpcaccum.plan.prediction import LEGEND, MODEL, draw, lines, predict, words
 from hpcaccum.plan.setting import NETWORK, STRATEGIES, Machine, Setting, machine
 from hpcaccum.plots import check_picture
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # Parts of the ranks that are tried as quorums, if none is given.
 _QUORUMS = (1.0, 0.97, 0.94, 0.875, 0.75)

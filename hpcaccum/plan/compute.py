@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hpcaccum import option_values as values
 from hpcaccum.errors import InvalidArgumentError, counted
-
-if TYPE_CHECKING:
-    from hpcaccum.plan.setting import Floats, Ints, Setting
+from hpcaccum.plan.setting import Floats, Ints, Setting
 
 _SHARE = re.compile(f"{values.NUMBER}% x{values.NUMBER}(?:-{values.NUMBER})?")
 _NAMED = re.compile(r"(rank|node)s? ([0-9,-]+) (?:([x+]) ?(\S+)|lost)")

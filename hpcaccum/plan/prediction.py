@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hpcaccum import plots
 from hpcaccum.errors import counted, format_ranks
+from hpcaccum.plan.compute import Compute
+from hpcaccum.plan.setting import Machine, Setting
 from hpcaccum.plan.simulation import simulate
 from hpcaccum.server import LARGE
 from hpcaccum.tables import table
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from hpcaccum.plan.compute import Compute
-    from hpcaccum.plan.setting import Machine, Setting
 
 # How far the mean lag may be from Little's law.
 _LITTLE = 0.02

@@ -12,22 +12,17 @@ import math
 import operator
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hpcaccum.accumulator import admits
 from hpcaccum.deadline import nap_after
-from hpcaccum.plan.compute import Draws
-from hpcaccum.plan.setting import napped
+from hpcaccum.plan.compute import Compute, Draws
+from hpcaccum.plan.setting import Floats, Ints, Machine, Setting, napped
 from hpcaccum.server import AT_A_TIME
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from hpcaccum.plan.compute import Compute
-    from hpcaccum.plan.setting import Floats, Ints, Machine, Setting
 
 # Updates that come before those that count, as a part of them.
 _WARM_UP = 0.2

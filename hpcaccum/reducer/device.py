@@ -8,19 +8,16 @@ copied back. If ``cuda_aware=True`` permits it, MPI is given device memory inste
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
 from hpcaccum.device import Transfer, copyto, is_device
+from hpcaccum.layout import Layout
+from hpcaccum.reducer.schedule import Call, Schedule
 from hpcaccum.reducer.signature import FAILED
 from hpcaccum.reducer.staging import copy
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from hpcaccum.layout import Layout
-    from hpcaccum.reducer.schedule import Call, Schedule
 
 # Bytes from which on CPU memory is pinned; less is copied faster than pinned.
 _PIN = 64 << 10

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpcaccum.device import current_stream
 from hpcaccum.mpi import MPI
-from hpcaccum.reducer.schedule import MessageSchedule
-
-if TYPE_CHECKING:
-    from hpcaccum.reducer.schedule import Call, Case, Plan
-
+from hpcaccum.reducer.schedule import Call, Case, MessageSchedule, Plan
 
 # The most bytes of which a rank sends all in each message.
 _SMALL = 64 << 10

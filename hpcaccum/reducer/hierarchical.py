@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpcaccum.device import copy_quietly
-from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.dtypes import Array, accumulation_dtype
 from hpcaccum.mpi import MPI, duplicate, split
-from hpcaccum.reducer.schedule import MessageSchedule
+from hpcaccum.reducer.schedule import Call, Case, MessageSchedule, Numbers, Plan
 from hpcaccum.reducer.two_shot import NodeSum
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
-
-    from hpcaccum.dtypes import Array
-    from hpcaccum.reducer.schedule import Call, Case, Numbers, Plan
 
 # Bytes below which the library's allreduce is faster, measured with two nodes of two
 # ranks.

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from hpcaccum.arguments import converted, fitting
 from hpcaccum.device import all_on_device, is_device
-from hpcaccum.dtypes import FLOATS, check_unmasked
+from hpcaccum.dtypes import FLOATS, Array, check_unmasked
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.overlap import sharing
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from hpcaccum.dtypes import Array
 
 
 class Inputs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,13 +19,9 @@ from hpcaccum.device import (
     unique_id,
 )
 from hpcaccum.errors import InvalidArgumentError, format_ranks
-from hpcaccum.mpi import NodeMemory
-from hpcaccum.reducer.schedule import MessageSchedule
+from hpcaccum.mpi import Group, NodeMemory
+from hpcaccum.reducer.schedule import Call, MessageSchedule, Plan
 from hpcaccum.reducer.signature import FAILED
-
-if TYPE_CHECKING:
-    from hpcaccum.mpi import Group
-    from hpcaccum.reducer.schedule import Call, Plan
 
 _WHAT = "schedule 'nccl'"
 _WORKS, _FAILS = 1, 2

@@ -5,15 +5,10 @@ Each rank copies its arrays to shared memory, and then sums those of all ranks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hpcaccum.mpi import AtomicWords, NodeMemory, bits
-from hpcaccum.reducer.schedule import Schedule
+from hpcaccum.reducer.schedule import Call, Case, Plan, Schedule
 from hpcaccum.reducer.staging import copy
 from hpcaccum.summation import Quiet, add_at_once
-
-if TYPE_CHECKING:
-    from hpcaccum.reducer.schedule import Call, Case, Plan
 
 # Bytes up to which it is faster that each rank sums everything.
 _MOST_BYTES = 32 << 10

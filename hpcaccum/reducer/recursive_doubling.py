@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hpcaccum.dtypes import Array
 from hpcaccum.mpi import MPI
 from hpcaccum.summation import Quiet
 
 if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
-
-    from hpcaccum.dtypes import Array
 
 _WORD = 8
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,7 +17,9 @@ from hpcaccum.arguments import (
 )
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import is_device
+from hpcaccum.dtypes import Array
 from hpcaccum.errors import BrokenObjectError, InvalidArgumentError, format_ranks
+from hpcaccum.layout import Layout
 from hpcaccum.mpi import Freeable, Group, group_of
 from hpcaccum.overlap import overlap
 from hpcaccum.reducer import selection
@@ -27,12 +30,7 @@ from hpcaccum.reducer.signature import FAILED, Interruption, canonical, digest
 from hpcaccum.spans import traced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from mpi4py import MPI as mpi4py_MPI
-
-    from hpcaccum.dtypes import Array
-    from hpcaccum.layout import Layout
 
 _NOTHING: Mapping[str, Any] = {}
 

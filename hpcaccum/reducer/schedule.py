@@ -22,21 +22,17 @@ import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from hpcaccum.dtypes import accumulation_dtype
-from hpcaccum.mpi import duplicate, keep, number_of
+from hpcaccum.dtypes import Array, accumulation_dtype
+from hpcaccum.layout import Layout
+from hpcaccum.mpi import Group, duplicate, keep, number_of
 from hpcaccum.overlap import overlap
 from hpcaccum.reducer import staging
 from hpcaccum.reducer.recursive_doubling import RecursiveDoubling
 from hpcaccum.summation import add_in_order, copy_pieces
-
-if TYPE_CHECKING:
-    from hpcaccum.dtypes import Array
-    from hpcaccum.layout import Layout
-    from hpcaccum.mpi import Group
 
 # About a millisecond where each rank has its own core; where ranks share cores, only a
 # few, which leave the core to the others.

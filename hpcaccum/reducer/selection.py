@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from hpcaccum.arguments import REDUCTIONS, bucket_size, one_of, wire_format
 from hpcaccum.dtypes import accumulation_dtype
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import Layout
-from hpcaccum.mpi import VARIABLE, cuda_awareness
+from hpcaccum.mpi import VARIABLE, Group, cuda_awareness
 from hpcaccum.reducer.flat import Blocking, Flat, SmallFlat
 from hpcaccum.reducer.hierarchical import Hierarchical
 from hpcaccum.reducer.nccl import Nccl
 from hpcaccum.reducer.one_shot import OneShot
 from hpcaccum.reducer.schedule import Case, Plan, Schedule, SpinWait, cut
 from hpcaccum.reducer.two_shot import TwoShot
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from hpcaccum.mpi import Group
 
 AUTO = "auto"
 # What happens when a rank is lost.

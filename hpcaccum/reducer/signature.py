@@ -6,12 +6,10 @@ these numbers while the data travel; only if they differ do they exchange the fa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from hpcaccum.errors import format_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 # The signature of a rank that takes part only to raise.
 FAILED = 0

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from hpcaccum.device import copyto
+from hpcaccum.dtypes import Array
+from hpcaccum.layout import Layout
 from hpcaccum.overlap import crossing, overlap
 from hpcaccum.summation import copy_pieces, fill
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from hpcaccum.dtypes import Array
-    from hpcaccum.layout import Layout
 
 # Mean bytes of an array from which on copying by pieces pays.
 _COARSE = 32 << 10

@@ -10,18 +10,13 @@ from __future__ import annotations
 import functools
 import itertools
 from operator import or_
-from typing import TYPE_CHECKING
 
-from hpcaccum.dtypes import accumulation_dtype
+from hpcaccum.dtypes import Array, accumulation_dtype
 from hpcaccum.layout import ALIGNMENT
 from hpcaccum.mpi import AtomicWords, NodeMemory, bits
-from hpcaccum.reducer.schedule import Schedule
+from hpcaccum.reducer.schedule import Call, Case, Numbers, Plan, Schedule
 from hpcaccum.reducer.staging import StagedCopies, Staging, copy, stages
 from hpcaccum.summation import Quiet, add_in_order
-
-if TYPE_CHECKING:
-    from hpcaccum.dtypes import Array
-    from hpcaccum.reducer.schedule import Call, Case, Numbers, Plan
 
 # Bytes of the largest bucket of which threads share the work.
 _MOST_SHARED = 16 << 20

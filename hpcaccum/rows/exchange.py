@@ -10,21 +10,16 @@ Otherwise the rows travel in one message of each rank.
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from hpcaccum.deadline import Deadline
+from hpcaccum.dtypes import Array
 from hpcaccum.layout import ALIGNMENT
-from hpcaccum.mpi import MPI, NodeMemory, complete, duplicate
+from hpcaccum.mpi import MPI, Group, NodeMemory, complete, duplicate
 from hpcaccum.rows.format import RowFormat, divided
 from hpcaccum.rows.sums import Rows, merged
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from hpcaccum.dtypes import Array
-    from hpcaccum.mpi import Group
 
 # Bits of a number that one element of a reduction carries. A mean of sums that travel
 # as bfloat16, which has 8 bits, must be right after it is rounded.

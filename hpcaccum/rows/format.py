@@ -5,17 +5,14 @@ The number of rows lies elsewhere, or before them: at a `RowPlace`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from hpcaccum.dtypes import Array
 from hpcaccum.layout import ALIGNMENT
 from hpcaccum.rows.sums import Rows
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from hpcaccum.dtypes import Array
 
 _INT64 = np.dtype(np.int64)
 

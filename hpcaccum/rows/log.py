@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from hpcaccum.mpi import AtomicWords, memory_of_rank
-
-if TYPE_CHECKING:
-    from hpcaccum.dtypes import Array
-    from hpcaccum.mpi import Group
+from hpcaccum.dtypes import Array
+from hpcaccum.mpi import AtomicWords, Group, memory_of_rank
 
 # Entries before the first word may be overwritten, if they are `size` or more behind
 # it. Those before the second one are complete.

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -22,18 +23,12 @@ from hpcaccum.accumulator import (
     admits,
 )
 from hpcaccum.deadline import Deadline
+from hpcaccum.dtypes import Array
 from hpcaccum.errors import EverybodyLeftError, format_ranks
-from hpcaccum.mpi import bits, number_of
-from hpcaccum.nodes import Calls, NodeParts, Place, words_of
+from hpcaccum.mpi import Group, bits, number_of
+from hpcaccum.nodes import Call, Calls, NodeParts, Place, words_of
+from hpcaccum.server.lateness import Factors
 from hpcaccum.spans import traced
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from hpcaccum.dtypes import Array
-    from hpcaccum.mpi import Group
-    from hpcaccum.nodes import Call
-    from hpcaccum.server.lateness import Factors
 
 # On a cache line of its own: swaps of _STEP must not slow down reads of other words.
 _FIXED = WordLayout()

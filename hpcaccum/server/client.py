@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from hpcaccum.accumulator import Receipt
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import Transfer, all_on_device
+from hpcaccum.dtypes import Array
 from hpcaccum.errors import NO_MORE_DATA, InvalidArgumentError, format_ranks
 from hpcaccum.mpi import Freeable
 from hpcaccum.nodes import Narrowing, is_short
+from hpcaccum.rows import Rows
 from hpcaccum.server.double_buffer import step_of, version_of
 from hpcaccum.server.loop import UpdateLock
-from hpcaccum.server.node_update import NodeUpdate
+from hpcaccum.server.node_update import ElementwiseRule, NodeUpdate
+from hpcaccum.server.options import ServerSetup
 from hpcaccum.server.orders import Orders
 from hpcaccum.server.parameter_copies import Copier
 from hpcaccum.server.part import Part, cut
 from hpcaccum.server.publisher import Publisher
 from hpcaccum.server.wire_format import WireFormat
 from hpcaccum.spans import traced
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from hpcaccum.dtypes import Array
-    from hpcaccum.rows import Rows
-    from hpcaccum.server.node_update import ElementwiseRule
-    from hpcaccum.server.options import ServerSetup
 
 
 class Client(Freeable):

@@ -6,19 +6,15 @@ Rule 10 of docs/architecture.md, "The protocol", says how.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
+from hpcaccum.deadline import Deadline
+from hpcaccum.dtypes import Array
 from hpcaccum.layout import ALIGNMENT
-from hpcaccum.mpi import AtomicWords, memory_of_rank
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from hpcaccum.deadline import Deadline
-    from hpcaccum.dtypes import Array
-    from hpcaccum.mpi import Group
+from hpcaccum.mpi import AtomicWords, Group, memory_of_rank
 
 T = TypeVar("T")
 

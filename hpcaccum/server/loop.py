@@ -8,29 +8,24 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
+from hpcaccum.accumulator import Batch
 from hpcaccum.deadline import Deadline
+from hpcaccum.dtypes import Array
 from hpcaccum.errors import BrokenObjectError, EverybodyLeftError
 from hpcaccum.mpi import or_abort
 from hpcaccum.nodes import LostNodeError
 from hpcaccum.server.double_buffer import step_of, version_of
-from hpcaccum.server.orders import END
-from hpcaccum.server.part import Order
+from hpcaccum.server.node_update import NodeUpdate
+from hpcaccum.server.options import Inbox
+from hpcaccum.server.orders import END, Orders
+from hpcaccum.server.part import Center, Order
+from hpcaccum.server.publisher import Publisher
 from hpcaccum.spans import traced
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from hpcaccum.accumulator import Batch
-    from hpcaccum.dtypes import Array
-    from hpcaccum.server.node_update import NodeUpdate
-    from hpcaccum.server.options import Inbox
-    from hpcaccum.server.orders import Orders
-    from hpcaccum.server.part import Center
-    from hpcaccum.server.publisher import Publisher
-
-    Update = Callable[[dict[str, Any], float | None], object]
+Update = Callable[[dict[str, Any], float | None], object]
 
 
 class Loop:

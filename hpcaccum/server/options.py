@@ -22,19 +22,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from hpcaccum.accumulator import Tally
 from hpcaccum.arguments import check_wire_dtype, positive_count, rank_number
+from hpcaccum.dtypes import Array
 from hpcaccum.errors import InvalidArgumentError
-from hpcaccum.mpi import MPI
+from hpcaccum.mpi import MPI, Group
 from hpcaccum.rows import RowPlace
 from hpcaccum.server.bounded_staleness import BoundedStalenessInbox
 from hpcaccum.server.quorum import QuorumInbox
 
 if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
-
-    from hpcaccum.accumulator import Tally
-    from hpcaccum.dtypes import Array
-    from hpcaccum.mpi import Group
 
 Inbox = QuorumInbox | BoundedStalenessInbox
 # Makes an inbox, given the name for messages, the size and the dtype of a gradient, and

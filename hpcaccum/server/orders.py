@@ -12,33 +12,28 @@ import contextlib
 import itertools
 import math
 import pickle
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import to_host
+from hpcaccum.dtypes import Array
 from hpcaccum.errors import EverybodyLeftError
 from hpcaccum.mpi import (
     AtomicWords,
+    Group,
     begun,
     complete,
     is_complete,
     memory_of_rank,
     receive,
 )
-from hpcaccum.nodes import Agent, Service
-from hpcaccum.server.part import Order
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from hpcaccum.dtypes import Array
-    from hpcaccum.mpi import Group
-    from hpcaccum.nodes import Place, Steps
-    from hpcaccum.server.options import Inbox, ServerSetup
-    from hpcaccum.server.part import Part
-    from hpcaccum.server.publisher import Publisher
+from hpcaccum.nodes import Agent, Place, Service, Steps
+from hpcaccum.server.options import Inbox, ServerSetup
+from hpcaccum.server.part import Order, Part
+from hpcaccum.server.publisher import Publisher
 
 # Words of a node with a server: how many orders its agent has given it, and how many of
 # them it has carried out. The last order is in memory of the node, pickled, at most so

@@ -11,25 +11,21 @@ from __future__ import annotations
 
 import math
 import pickle
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from hpcaccum.device import copy_quietly
+from hpcaccum.dtypes import Array
 from hpcaccum.layout import ALIGNMENT
+from hpcaccum.mpi import Group
 from hpcaccum.rows import RowLog
-from hpcaccum.server.double_buffer import writer_inside
+from hpcaccum.server.double_buffer import DoubleBuffer, writer_inside
+from hpcaccum.server.wire_format import WireFormat
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from hpcaccum.dtypes import Array
-    from hpcaccum.mpi import Group
-    from hpcaccum.server.double_buffer import DoubleBuffer
-    from hpcaccum.server.wire_format import WireFormat
-
-    # Rows of a variable, None for all, and their values.
-    Part = tuple["Array | None", "Array"]
+# Rows of a variable, None for all, and their values.
+Part = tuple[Array | None, Array]
 
 # The place of a node that has nothing yet.
 NOTHING = -1

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from hpcaccum.accumulator import Batch
+from hpcaccum.deadline import Deadline
+from hpcaccum.dtypes import Array
 from hpcaccum.layout import ALIGNMENT, Layout
-from hpcaccum.server.double_buffer import step_of, version_of
+from hpcaccum.nodes import Place
+from hpcaccum.server.double_buffer import DoubleBuffer, step_of, version_of
 from hpcaccum.server.parameter_copies import Copier
 from hpcaccum.server.wire_format import WireFormat
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from hpcaccum.accumulator import Batch
-    from hpcaccum.deadline import Deadline
-    from hpcaccum.dtypes import Array
-    from hpcaccum.nodes import Place
-    from hpcaccum.server.double_buffer import DoubleBuffer
 
 
 class Order(NamedTuple):

@@ -24,34 +24,29 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 
 import numpy as np
 
-from hpcaccum.deadline import Wake
+from hpcaccum.deadline import Deadline, Wake
+from hpcaccum.dtypes import Array
 from hpcaccum.errors import format_ranks
+from hpcaccum.mpi import Group
 from hpcaccum.nodes import (
     Agent,
     Incoming,
+    Place,
     Service,
     StepQueue,
+    Steps,
     is_short,
     pieces_in,
     send_pieces,
     words_of,
 )
 from hpcaccum.server.double_buffer import DoubleBuffer, step_of, writer_inside
-from hpcaccum.server.parameter_copies import NOTHING, copying
+from hpcaccum.server.parameter_copies import NOTHING, Copier, Message, copying
 from hpcaccum.spans import traced
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Iterable, Sequence
-
-    from hpcaccum.deadline import Deadline
-    from hpcaccum.dtypes import Array
-    from hpcaccum.mpi import Group
-    from hpcaccum.nodes import Place, Steps
-    from hpcaccum.server.parameter_copies import Copier, Message
 
 # For so many seconds after a step has come, a rank does not ask for a newer one: the
 # answer may be as old.

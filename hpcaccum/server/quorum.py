@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from hpcaccum.accumulator import Buffers, Packing, Settings, SharedAccumulator
+from hpcaccum.accumulator import (
+    Batch,
+    Buffers,
+    Packing,
+    Receipt,
+    Settings,
+    SharedAccumulator,
+)
 from hpcaccum.deadline import Deadline
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from hpcaccum.accumulator import Batch, Receipt
-    from hpcaccum.dtypes import Array
-    from hpcaccum.mpi import Group
-    from hpcaccum.rows import RowPlace
+from hpcaccum.dtypes import Array
+from hpcaccum.mpi import Group
+from hpcaccum.rows import RowPlace
 
 _PACKING = Packing(shaped=False)
 

@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from hpcaccum.accumulator import Tally
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import to_host
-from hpcaccum.errors import (
-    InvalidArgumentError,
-    WaitTimeoutError,
-    echo,
-    format_ranks,
-)
+from hpcaccum.dtypes import Array
+from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError, echo, format_ranks
 from hpcaccum.mpi import MPI, lack_of_threads
 from hpcaccum.server.client import Client
 from hpcaccum.server.double_buffer import step_of, version_of
-from hpcaccum.server.loop import OrderLoop, UpdateLock, UpdateLoop
+from hpcaccum.server.loop import Loop, OrderLoop, Update, UpdateLock, UpdateLoop
+from hpcaccum.server.node_update import ElementwiseRule
+from hpcaccum.server.options import ServerSetup
 from hpcaccum.server.parameter_copies import Copier
 from hpcaccum.server.part import Center
 from hpcaccum.server.quorum import QuorumInbox
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    from hpcaccum.accumulator import Tally
-    from hpcaccum.dtypes import Array
-    from hpcaccum.server.loop import Loop, Update
-    from hpcaccum.server.node_update import ElementwiseRule
-    from hpcaccum.server.options import ServerSetup
-
-    # For each variable, names to arrays or integers.
-    Arrays = Mapping[str, Mapping[str, Any]]
+# For each variable, names to arrays or integers.
+Arrays = Mapping[str, Mapping[str, Any]]
 
 
 class ServerState(NamedTuple):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from hpcaccum.accumulator import Batch
 from hpcaccum.device import copy_quietly
+from hpcaccum.dtypes import Array
 from hpcaccum.layout import Layout
 from hpcaccum.overlap import overlap, same_elements
 from hpcaccum.rows import (
@@ -22,12 +24,6 @@ from hpcaccum.rows import (
     weighted,
 )
 from hpcaccum.spans import traced
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from hpcaccum.accumulator import Batch
-    from hpcaccum.dtypes import Array
 
 _PRESENT = "?present"
 # Relative error of sums of weights in float32.

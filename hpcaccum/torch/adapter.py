@@ -7,13 +7,18 @@ import dataclasses
 import functools
 import logging
 import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import EllipsisType
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from hpcaccum.accumulator import Receipt
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import MPI, Group, group_of
+from hpcaccum.optimizers import CrossShardOptimizer
 from hpcaccum.optimizers.adapter import AdapterBase, ServerArguments, check_known
+from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 from hpcaccum.torch.buffers import AVERAGE, Buffers
 from hpcaccum.torch.gradients import Gradients, names_of_sparse
 from hpcaccum.torch.rule import TorchRule
@@ -28,14 +33,7 @@ from hpcaccum.torch.tensors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-    from types import EllipsisType
-
     from mpi4py import MPI as mpi4py_MPI
-
-    from hpcaccum.accumulator import Receipt
-    from hpcaccum.optimizers import CrossShardOptimizer
-    from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 
 logger = logging.getLogger("hpcaccum")
 

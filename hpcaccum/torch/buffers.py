@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
 from hpcaccum.arguments import one_of
+from hpcaccum.dtypes import Array
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import Layout
+from hpcaccum.mpi import Group
 from hpcaccum.optimizers import Variable
 from hpcaccum.optimizers.start import broadcast
 from hpcaccum.reducer import Reducer
 from hpcaccum.torch.tensors import CPU, array_of, is_cuda, numpy_name, tensor_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-    from hpcaccum.dtypes import Array
-    from hpcaccum.mpi import Group
 
 AVERAGE, BROADCAST = "average", "broadcast"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Mapping
+from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,30 +13,25 @@ from torch.autograd import Variable as Autograd
 from hpcaccum.accumulator import Receipt
 from hpcaccum.arguments import positive_weight
 from hpcaccum.device import release
+from hpcaccum.dtypes import Array
 from hpcaccum.errors import DisagreementError, InvalidArgumentError
+from hpcaccum.mpi import Group
 from hpcaccum.optimizers import CrossShardOptimizer
-from hpcaccum.optimizers.slices import exchanged, with_sums
+from hpcaccum.optimizers.checks import Pairs
+from hpcaccum.optimizers.finite import OnNonfinite
+from hpcaccum.optimizers.shard_reducer import ShardReducer
+from hpcaccum.optimizers.slices import Gradient, exchanged, with_sums
+from hpcaccum.rows import Rows
 from hpcaccum.torch.adapter import Adapter, in_stream
 from hpcaccum.torch.buffers import AVERAGE
 from hpcaccum.torch.gradients import dense
+from hpcaccum.torch.rule import TorchRule
 from hpcaccum.torch.state import of_arrays
 from hpcaccum.torch.tensors import is_cuda
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from types import EllipsisType
-
     import torch
     from mpi4py import MPI as mpi4py_MPI
-
-    from hpcaccum.dtypes import Array
-    from hpcaccum.mpi import Group
-    from hpcaccum.optimizers.checks import Pairs
-    from hpcaccum.optimizers.finite import OnNonfinite
-    from hpcaccum.optimizers.shard_reducer import ShardReducer
-    from hpcaccum.optimizers.slices import Gradient
-    from hpcaccum.rows import Rows
-    from hpcaccum.torch.rule import TorchRule
 
 
 class CrossShard(Adapter):

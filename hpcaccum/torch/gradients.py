@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+from hpcaccum.dtypes import Array
 from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.optimizers import Variable
+from hpcaccum.optimizers.checks import Pairs
 from hpcaccum.optimizers.slices import Gradient
 from hpcaccum.rows import IndexedSlices
 from hpcaccum.torch.tensors import array_of, tensor_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from hpcaccum.dtypes import Array
-    from hpcaccum.optimizers import Variable
-    from hpcaccum.optimizers.checks import Pairs
-
 
 # The optimizers that update only the rows of a sparse gradient, if these options are
 # zero or False: with the last one, PyTorch refuses sparse gradients.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpcaccum.accumulator import Receipt
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers import (
     AGNOptimizer,
@@ -15,18 +17,14 @@ from hpcaccum.optimizers import (
     SyncReplicasOptimizer,
 )
 from hpcaccum.optimizers.adapter import ServerArguments
+from hpcaccum.optimizers.one_sided import OneSidedOptimizer
+from hpcaccum.server import Lateness, Servers
 from hpcaccum.torch.adapter import Adapter, in_stream
 from hpcaccum.torch.rule import TorchRule
 from hpcaccum.torch.tensors import check_optimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from typing_extensions import Unpack
-
-    from hpcaccum.accumulator import Receipt
-    from hpcaccum.optimizers.one_sided import OneSidedOptimizer
-    from hpcaccum.server import Lateness, Servers
 
 
 class Options(ServerArguments, total=False):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import copy
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,16 +14,12 @@ import torch
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers import Optimizer, Variable
 from hpcaccum.optimizers.base import KeptState
+from hpcaccum.optimizers.snapshot import Key, Parts
 from hpcaccum.optimizers.start import checksum
 from hpcaccum.optimizers.update_rule import finite
 from hpcaccum.rows import IndexedSlices
 from hpcaccum.torch.gradients import gradient_of, needs_for_rows
 from hpcaccum.torch.tensors import CPU, array_of, laid_out, tensor_of
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
-    from hpcaccum.optimizers.snapshot import Key, Parts
 
 # What a parameter group has besides the options of the updates.
 _NOT_OPTIONS = ("params", "param_names")

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from hpcaccum.errors import InvalidArgumentError
+from hpcaccum.optimizers import Variable
 from hpcaccum.torch.tensors import array_of, numpy_name, tensor_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from hpcaccum.optimizers import Variable
 
 # What it has besides "state" and "param_groups".
 _OPTIMIZER, _PARAMETERS, _COUNTS = "optimizer", "parameters", ("global_step", "tally")

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import torch
 
 from hpcaccum.device import on_stream, shared_array
-from hpcaccum.dtypes import BFLOAT16
+from hpcaccum.dtypes import BFLOAT16, Array
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import MPI
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
-
-    from hpcaccum.dtypes import Array
 
 CPU, CUDA = "cpu", "cuda"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

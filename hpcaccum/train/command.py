@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from hpcaccum import Group, group_of, span, trace
 from hpcaccum.device import device_name, use_device
@@ -15,18 +17,11 @@ from hpcaccum.plots import check_picture
 from hpcaccum.server import check_nodes
 from hpcaccum.stopping import Stopping, ask_restart
 from hpcaccum.train import plot
-from hpcaccum.train.data import load
+from hpcaccum.train.data import Dataset, load
 from hpcaccum.train.loop import Run
 from hpcaccum.train.options import Options, resolve
-from hpcaccum.train.report import Progress, Record, describe, saved, tables
+from hpcaccum.train.report import Progress, Record, Result, describe, saved, tables
 from hpcaccum.train.saving import Saver
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable
-
-    from hpcaccum.train.data import Dataset
-    from hpcaccum.train.report import Result
 
 
 def prepare(args: argparse.Namespace) -> Callable[[], int]:

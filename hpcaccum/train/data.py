@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 
-from hpcaccum import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
-    from hpcaccum import Group
-    from hpcaccum.dtypes import Array
+from hpcaccum import Group, InvalidArgumentError
+from hpcaccum.dtypes import Array
 
 # One in five samples of each class is a test sample.
 _TEST_SHARE = 5

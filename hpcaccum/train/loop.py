@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
 import hpcaccum as hpc
 from hpcaccum.device import cupy
-from hpcaccum.train.data import batches
+from hpcaccum.dtypes import Array
+from hpcaccum.train.data import Dataset, batches
 from hpcaccum.train.model import MLP, noise_scale
-from hpcaccum.train.options import PERIODIC
+from hpcaccum.train.options import PERIODIC, Options
 from hpcaccum.train.report import Record, Result
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from hpcaccum.dtypes import Array
-    from hpcaccum.train.data import Dataset
-    from hpcaccum.train.options import Options
-    from hpcaccum.train.saving import Saver
+from hpcaccum.train.saving import Saver
 
 T = TypeVar("T")
 

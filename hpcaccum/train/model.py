@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from hpcaccum import Variable
 from hpcaccum.device import library, to_host
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from hpcaccum.dtypes import Array
+from hpcaccum.dtypes import Array
 
 # Number of rows evaluated at once, to limit the memory.
 _CHUNK = 4096

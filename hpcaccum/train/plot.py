@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from hpcaccum.plots import COLORS, make_figure
 from hpcaccum.train.options import STRATEGIES
-from hpcaccum.train.report import LAG_NAMES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
-    from hpcaccum.train.report import Result
+from hpcaccum.train.report import LAG_NAMES, Result
 
 _COLORS = dict(zip(STRATEGIES, COLORS, strict=False))
 # If run times differ by more than this factor, the time axis is logarithmic.

@@ -5,18 +5,14 @@ from __future__ import annotations
 import bisect
 import math
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpcaccum import machine
 from hpcaccum.errors import counted
 from hpcaccum.tables import table
-from hpcaccum.train.options import PERIODIC
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from hpcaccum.train.options import Options
+from hpcaccum.train.options import PERIODIC, Options
 
 # Lower bounds of the classes of lags that are shown. The optimizers count lags of 31
 # and more together.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,13 +15,8 @@ from hpcaccum import CheckpointError, InvalidArgumentError, checkpoint
 from hpcaccum.arguments import step_number
 from hpcaccum.files import check_directory, ending_the_job
 from hpcaccum.stopping import ask_restart
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from hpcaccum.train.data import Dataset
-    from hpcaccum.train.options import Options
+from hpcaccum.train.data import Dataset
+from hpcaccum.train.options import Options
 
 _PARTS = {"facts", "step", "optimizer", "data"}
 

@@ -12,12 +12,7 @@ import optax
 import pytest
 
 import hpcaccum.jax
-from hpcaccum import (
-    DisagreementError,
-    FreedError,
-    InvalidArgumentError,
-    checkpoint,
-)
+from hpcaccum import DisagreementError, FreedError, InvalidArgumentError, checkpoint
 
 from ..common import same_bits
 from ..mpi.support import meet

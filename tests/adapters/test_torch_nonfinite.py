@@ -10,15 +10,7 @@ import hpcaccum.torch as hpt
 
 from ..mpi.support import meet
 from ..mpi.training import raised, turns
-from .torch_training import (
-    STRATEGIES,
-    SYNCHRONOUS,
-    Model,
-    Plain,
-    gradient,
-    groups,
-    sgd,
-)
+from .torch_training import STRATEGIES, SYNCHRONOUS, Model, Plain, gradient, groups, sgd
 
 LAST = torch.tensor([4])
 

@@ -8,14 +8,7 @@ import torch
 import hpcaccum.torch as hpt
 
 from ..mpi.training import turns
-from .torch_training import (
-    STRATEGIES,
-    SYNCHRONOUS,
-    Model,
-    Plain,
-    groups,
-    sgd,
-)
+from .torch_training import STRATEGIES, SYNCHRONOUS, Model, Plain, groups, sgd
 
 
 class Scaled(torch.optim.Optimizer):

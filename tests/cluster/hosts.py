@@ -29,11 +29,9 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 PACKAGES = "iproute2 util-linux"
 HOSTS_SCRIPT = Path(__file__).with_name("hosts.sh")

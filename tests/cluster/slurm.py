@@ -24,13 +24,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.cluster.hosts import stop
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 NODES = ("n1", "n2")
 PACKAGES = "slurm-wlm munge libpmix-dev"

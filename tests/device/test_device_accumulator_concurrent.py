@@ -14,14 +14,7 @@ import hpcaccum as hpc
 from hpcaccum.device import kernels
 
 from .. import naive
-from .accumulating import (  # noqa: F401
-    WAIT,
-    acc_fixture,
-    form_fixture,
-    like,
-    make_fixture,
-    same_bits,
-)
+from .accumulating import WAIT, acc_fixture, form_fixture, like, make_fixture, same_bits  # noqa: F401
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -13,14 +13,7 @@ from hpcaccum import (
     group_of,
 )
 from hpcaccum.bench.links import Links
-from hpcaccum.bench.measure import (
-    Kind,
-    Memory,
-    RingExchange,
-    apart,
-    measure,
-    rows,
-)
+from hpcaccum.bench.measure import Kind, Memory, RingExchange, apart, measure, rows
 from hpcaccum.bench.options import BENCHMARKS, CASES, WIRE
 from hpcaccum.server.double_buffer import DoubleBuffer
 

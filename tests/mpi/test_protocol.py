@@ -5,15 +5,7 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import testing
 
-from .acting import (
-    VAIN,
-    WAIT,
-    Admitted,
-    Take,
-    at,
-    close_unreduced,
-    same_bits,
-)
+from .acting import VAIN, WAIT, Admitted, Take, at, close_unreduced, same_bits
 
 
 @pytest.mark.ranks(min=2)

@@ -8,13 +8,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import (
-    DisagreementError,
-    InvalidArgumentError,
-    Layout,
-    Reducer,
-    group_of,
-)
+from hpcaccum import DisagreementError, InvalidArgumentError, Layout, Reducer, group_of
 from hpcaccum.mpi.job import process
 
 from ..common import every_pair

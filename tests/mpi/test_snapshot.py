@@ -14,16 +14,7 @@ from hpcaccum import InvalidArgumentError, group_of
 from hpcaccum.optimizers import served
 
 from ..common import same_bits
-from .training import (
-    ONE_SIDED,
-    WRAPPERS,
-    drawn,
-    gives,
-    meet,
-    raised,
-    turns,
-    variable,
-)
+from .training import ONE_SIDED, WRAPPERS, drawn, gives, meet, raised, turns, variable
 
 pytestmark = pytest.mark.any_size
 

@@ -13,9 +13,7 @@ import pytest
 
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers import update_rule
-from hpcaccum.optimizers.base import (
-    ExchangeKind,
-)
+from hpcaccum.optimizers.base import ExchangeKind
 from hpcaccum.optimizers.checks import check_pairs, check_variables
 from hpcaccum.optimizers.rules import SGD, Adagrad, Adam, Momentum
 from hpcaccum.optimizers.variable import Variable

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from hpcaccum.deadline import limit_of_environment
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi.job.launcher import stat
 from hpcaccum.mpi.job.runtime import MPI
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 HEARTBEAT = "HPCACCUM_HEARTBEAT"
 # Seconds without a message after which a rank is missing, if the variable is not set.

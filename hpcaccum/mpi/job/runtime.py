@@ -11,6 +11,7 @@ import ctypes
 import functools
 import os
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcaccum.errors import FreedError, InvalidArgumentError, MPIUnavailableError
@@ -18,8 +19,6 @@ from hpcaccum.mpi.job.launcher import launcher_problem
 from hpcaccum.mpi.job.shutdown import prepare_shutdown
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from mpi4py import MPI as MPI
 
 _NO_LIBRARY = """\

@@ -19,7 +19,9 @@ import sys
 import threading
 import time
 import traceback
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn
 
 from hpcaccum.deadline import end_waits, reason_to_end
 from hpcaccum.errors import (
@@ -30,11 +32,6 @@ from hpcaccum.errors import (
     is_echo,
 )
 from hpcaccum.mpi.job.launcher import is_rank, launched_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
-    from typing import NoReturn
 
 # Seconds in which another rank, which raises the same error, may end the job. So only
 # the rank with the best traceback prints it; but its program may catch the error.

@@ -15,19 +15,15 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from hpcaccum.deadline import FIRST_WARNING
 from hpcaccum.mpi.job.process import HEARTBEAT
 from hpcaccum.mpi.job.shutdown import abort_because, or_abort
+from hpcaccum.mpi.talk.group import Group
 from hpcaccum.mpi.talk.mailbox import Mailbox, Tag
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from hpcaccum.mpi.talk.group import Group
 
 logger = logging.getLogger("hpcaccum")
 

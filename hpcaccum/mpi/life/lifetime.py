@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from hpcaccum.deadline import Deadline, current_wait
 from hpcaccum.errors import FreedError, LostRankError, WaitTimeoutError
@@ -21,10 +23,6 @@ from hpcaccum.mpi.talk.creation import alone, creating, seconds_waiting
 from hpcaccum.mpi.talk.group import Group
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import TracebackType
-    from typing import NoReturn
-
     from mpi4py import MPI as mpi4py_MPI
     from typing_extensions import Self
 

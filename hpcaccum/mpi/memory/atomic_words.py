@@ -5,18 +5,15 @@ from __future__ import annotations
 import functools
 import struct
 import threading
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
 
+from hpcaccum.dtypes import Array
 from hpcaccum.mpi.job.runtime import MPI
 from hpcaccum.mpi.memory.windows import FREED, allocate, free
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from hpcaccum.dtypes import Array
-    from hpcaccum.mpi.talk.group import Group
+from hpcaccum.mpi.talk.group import Group
 
 # No word of the package has this value.
 _NEVER = -(1 << 63)

@@ -24,19 +24,16 @@ import mmap
 import os
 import stat
 import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from hpcaccum.dtypes import Array
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi.job.shutdown import count_open
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from hpcaccum.dtypes import Array
-    from hpcaccum.mpi.talk.group import Group
+from hpcaccum.mpi.talk.group import Group
 
 _SHM = "/dev/shm"
 # Bytes left free for each rank: MPI has mapped memory in /dev/shm that it has not

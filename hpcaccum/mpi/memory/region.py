@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hpcaccum.dtypes import Array
 from hpcaccum.mpi.job.runtime import MPI
 from hpcaccum.mpi.memory.windows import FREED, allocate, free
+from hpcaccum.mpi.talk.group import Group
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from mpi4py import MPI as mpi4py_MPI
-
-    from hpcaccum.dtypes import Array
-    from hpcaccum.mpi.talk.group import Group
 
 # Bytes that one MPI call moves at most: counts are of 32 bits in MPI-3 libraries.
 _CHUNK_BYTES = 1 << 30

@@ -8,19 +8,16 @@ or a lock around each operation, makes MPICH wait for a target that computes.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from hpcaccum.errors import FreedError
 from hpcaccum.mpi.job.runtime import MPI
 from hpcaccum.mpi.job.shutdown import at_end, count_open
 from hpcaccum.mpi.memory.node_memory import check_room, explained, pieces
 from hpcaccum.mpi.talk.creation import creating, duplicate, waiting
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from hpcaccum.mpi.talk.group import Group
+from hpcaccum.mpi.talk.group import Group
 
 
 class _Freed:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -39,8 +40,6 @@ from hpcaccum.mpi.talk.mailbox import Mailbox, Tag
 from hpcaccum.mpi.talk.requests import is_complete
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from mpi4py import MPI as mpi4py_MPI
 
 T = TypeVar("T")

@@ -12,6 +12,7 @@ import itertools
 import os
 import threading
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +22,6 @@ from hpcaccum.mpi.job.runtime import MPI, is_open_mpi
 from hpcaccum.mpi.talk.requests import complete
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from mpi4py import MPI as mpi4py_MPI
 
 _WHAT = "making a communicator"

@@ -7,7 +7,7 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcaccum.deadline import Deadline
@@ -27,8 +27,6 @@ from hpcaccum.mpi.talk.creation import split, split_by_node
 from hpcaccum.mpi.talk.progress import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from mpi4py import MPI as mpi4py_MPI
 
 T = TypeVar("T")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection, Iterator
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,6 @@ from hpcaccum.mpi.job.runtime import MPI
 from hpcaccum.mpi.talk.requests import begun, is_complete, receive
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
-
     from mpi4py import MPI as mpi4py_MPI
 
 

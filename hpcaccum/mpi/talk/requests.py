@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from hpcaccum.deadline import Deadline
 from hpcaccum.mpi.job.runtime import MPI
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from mpi4py import MPI as mpi4py_MPI
-
-    from hpcaccum.deadline import Deadline
 
 _kept: list[object] = []
 # Requests that were given up, each with its memory.
