@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import hpcaccum as hpc
-from hpcaccum import Group, testing
+from hpcaccum import Group
 from hpcaccum.bench.measure import WrongAnswerError
 from hpcaccum.dtypes import Array
+from tests import internals
 
 # Gradients of a rank: few, and slowly; or many. And seconds until ranks are killed.
 _FEW, _MANY, _SECONDS = 100, 600, 0.5
@@ -65,7 +66,7 @@ class Episode:
         """
         kinds = (self._accumulator, self._sync_replicas, self._drop_stale, self._agn)
         kind = kinds[self._rng.integers(len(kinds))]
-        with testing.limits(**self._limits):
+        with internals.limits(**self._limits):
             what = kind()
         return (
             f"{what}, {self._number} gradients each, {type(self._rule).__name__}, host "
@@ -231,7 +232,7 @@ class Episode:
 
             def loss(gradient: Array = gradient) -> tuple[float, list[Array]]:
                 # The step of the parameters, which are newer than at the call.
-                element = testing.own_step(opt)
+                element = internals.own_step(opt)
                 gradient[self._group.rank, element % steps] = 1
                 return 0.0, [gradient]
 

@@ -13,9 +13,9 @@ import torch
 
 import hpcaccum as hpc
 import hpcaccum.torch as hpt
-from hpcaccum import testing
 from hpcaccum.device import arrays as device
 from hpcaccum.torch import tensors
+from tests import internals
 
 from ..common import every_pair
 from ..mpi.on_device import FEW_RANKS, wants_gpu
@@ -272,7 +272,7 @@ def test_nccl_sums_gradients_on_request(own_card, there, comm, rank, size):
         inner = torch.optim.SGD(groups(model), 0.5)
         with hpt.CrossShard(inner, comm=comm, **more) as opt:
             train(opt, model, "CrossShard", rank, size, range(3))
-            used = testing.reducer(opt).statistics().schedule
+            used = internals.reducer(opt).statistics().schedule
             assert (used == "nccl") == bool(more)
     check_same(models[1], models[0], exact=False)
 

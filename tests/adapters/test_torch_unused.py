@@ -8,7 +8,7 @@ import torch
 
 import hpcaccum as hpc
 import hpcaccum.torch as hpt
-from hpcaccum import testing
+from tests import internals
 
 from ..mpi.support import meet
 from ..mpi.training import raised
@@ -194,7 +194,7 @@ def test_any_error_in_a_hook_is_raised_on_all_ranks(error, comm, rank, monkeypat
             def start(*args, **options):
                 raise error
 
-            monkeypatch.setattr(testing.reducer(opt), "start", start)
+            monkeypatch.setattr(internals.reducer(opt), "start", start)
         found = raised(full(model, rank, 0).backward)
         assert isinstance(found, type(error) if rank == 1 else RuntimeError)
         assert "no" in str(found)

@@ -30,8 +30,10 @@ from pathlib import Path
 
 import numpy as np
 import hpcaccum as hpc
-from hpcaccum import testing
 from mpi4py import MPI
+
+sys.path.append(os.getcwd())
+from tests import internals
 
 flags, arguments = Path(sys.argv[1]), sys.argv[2:]
 comm, host = MPI.COMM_WORLD, MPI.Get_processor_name()
@@ -85,7 +87,7 @@ def hold():
         await_flag("stopped")
 
 def loss():
-    if pushes and not held and testing.own_step(opt) >= 3:
+    if pushes and not held and internals.own_step(opt) >= 3:
         hold()
     elif not pushes and calls == 3 and host == "h3":
         stop()
@@ -96,7 +98,7 @@ def stop_after(_, receipt):
         stop()
 
 if host == "h3":
-    testing.before("pushed", opt, stop_after).start()
+    internals.before("pushed", opt, stop_after).start()
 
 def watch():
     await_flag("stopped")
@@ -137,7 +139,7 @@ if host == "h3":
 elif comm.rank == 0:
     await_flag("stopped")
     try:
-        with testing.limits(sums=0.2):
+        with internals.limits(sums=0.2):
             acc.take_grad(comm.size, timeout=0.2)
     except hpc.WaitTimeoutError as error:
         print("\\n" + json.dumps(str(error)), flush=True)

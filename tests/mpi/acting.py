@@ -18,8 +18,8 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum import testing
 from hpcaccum.deadline import current_wait
+from tests import internals
 
 from ..common import VAIN as VAIN
 from ..common import same_bits as same_bits
@@ -138,7 +138,7 @@ class Take(Background):
     ) -> None:
         super().__init__(rank, lambda: acc.take_grad(required, timeout=timeout))
         if MPI.COMM_WORLD.rank == self.rank:
-            until(lambda: self.outcome or testing.is_in_line(acc, self.rank))
+            until(lambda: self.outcome or internals.is_in_line(acc, self.rank))
         meet()
         settle(acc)
 
@@ -148,8 +148,8 @@ def settle(acc: hpc.ConditionalAccumulator) -> None:
     ranks = range(MPI.COMM_WORLD.size)
 
     def settled() -> bool:
-        return testing.take_waits(acc) or not any(
-            testing.is_in_line(acc, rank) for rank in ranks
+        return internals.take_waits(acc) or not any(
+            internals.is_in_line(acc, rank) for rank in ranks
         )
 
     at(0, until, settled)
@@ -161,7 +161,7 @@ class Admitted:
     def __init__(self, acc: hpc.ConditionalAccumulator, rank: int) -> None:
         self._rank = rank % MPI.COMM_WORLD.size
         if MPI.COMM_WORLD.rank == self._rank:
-            self._write = testing.admit(acc)
+            self._write = internals.admit(acc)
         meet()
 
     def write(self, gradient: Any) -> None:
@@ -171,7 +171,7 @@ class Admitted:
 
 def close_unreduced(acc: hpc.ConditionalAccumulator) -> None:
     """Close a round and fail to reduce it, so that it stays on record."""
-    with testing.fail("sum", acc, MemoryError), pytest.raises(MemoryError):
+    with internals.fail("sum", acc, MemoryError), pytest.raises(MemoryError):
         acc.take_grad(1, timeout=WAIT)
 
 

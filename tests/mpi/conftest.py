@@ -25,8 +25,9 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum
-from hpcaccum import group_of, testing
+from hpcaccum import group_of
 from hpcaccum.mpi.job import shutdown
+from tests import internals
 
 from ..common import WAIT
 from . import watchdog
@@ -139,7 +140,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Those of tests are short: with 0, agents ask for them as for long ones.
     short = contextlib.ExitStack()
-    short.enter_context(testing.limits(short=int(config.getini("mpi_short"))))
+    short.enter_context(internals.limits(short=int(config.getini("mpi_short"))))
     config.add_cleanup(short.close)
     harness = config.stash[HARNESS] = Harness(config)
     config.pluginmanager.register(harness)

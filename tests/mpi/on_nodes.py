@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
-from hpcaccum import Group, group_of, testing
+from hpcaccum import Group, group_of
+from tests import internals
 
 from .reducing import NODES, made_up
 from .support import meet
@@ -81,7 +82,7 @@ def held_agent(group: Group) -> Iterator:
 
         class Context:
             def __enter__(self):
-                self.go = end.enter_context(testing.hold_agent(group, -1))
+                self.go = end.enter_context(internals.hold_agent(group, -1))
 
             def __exit__(self, *error):
                 meet()
@@ -127,5 +128,5 @@ class CountedComm:
 
 def count_messages(group: Group, counts: Counter[str]) -> None:
     """Count the messages that this rank and its agent send to other nodes."""
-    agent = testing.agent_of(group)
+    agent = internals.agent_of(group)
     agent.comm = CountedComm(agent, counts)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import ConditionalAccumulator, testing
+from hpcaccum import ConditionalAccumulator
+from tests import internals
 
 from .acting import WAIT, Take, at, everywhere, meet, same_bits
 from .on_nodes import SIZE, count_messages
@@ -89,7 +90,7 @@ def test_admission_is_one_message_in_any_order(
 ):
     others = [rank for rank in range(size) if rank != far(group)]
     # The same limit for all: a rank stores what it has sent only after its answer.
-    with testing.limits(short=short):
+    with internals.limits(short=short):
         # In each round another number of ranks comes first, which `far` does not know.
         for step, first in enumerate([0, len(others), 0, len(others) // 2]):
             take = Take(acc, 0, size) if waiting else None
@@ -124,7 +125,7 @@ def test_a_second_gradient_of_a_round_is_added(acc, group, counts, apply):
 @pytest.fixture
 def longest():
     """Vectors of up to so many bytes are sent with the request."""
-    with testing.limits(short=LONGEST):
+    with internals.limits(short=LONGEST):
         yield
 
 
@@ -160,7 +161,7 @@ def test_a_stale_gradient_is_only_sent_if_it_is_short(group, counts, length, lon
     acc = ConditionalAccumulator("float32", (length,), comm=group)
     count_messages(group, counts)
     at(0, acc.set_global_step, 3)
-    with testing.before_records(acc, pytest.fail):
+    with internals.before_records(acc, pytest.fail):
         for rank in (0, far(group)):
             receipt, cost = costs(counts, rank, in_slot, acc, 1)
             assert (receipt.accepted, receipt.lag, cost) == (False, 2, int(rank > 0))
@@ -189,8 +190,8 @@ def test_nobody_asks_for_a_short_update(group, counts, length, longest):
     counts.clear()
     meet()
     # A vector of gradients also has a number, which says that it has this one.
-    assert at(far(group), testing.push, opt, {"w": base}, 0)
-    at(0, testing.wait_for, opt, 1)
+    assert at(far(group), internals.push, opt, {"w": base}, 0)
+    at(0, internals.wait_for, opt, 1)
     # The answer, and a request for the vector.
     assert at(0, lambda: counts["requests"]) == 1 + (length * 4 >= LONGEST)
     np.testing.assert_array_equal(-opt.center(w), base)
@@ -203,7 +204,7 @@ def test_submission_is_one_message_in_any_order(group, counts, size, staleness):
     # The step that `far` has is not that of the host; None: the bound is too small.
     limit = size - 2 if staleness is None else staleness
     opt, w = drop_stale(group, counts, limit, 2)
-    push = functools.partial(testing.push, opt, {"w": GRADIENT}, 0)
+    push = functools.partial(internals.push, opt, {"w": GRADIENT}, 0)
     for rank in set(range(size)) - {far(group)}:
         assert at(rank, push)
     receipt, cost = costs(counts, far(group), lambda: push)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import testing
+from tests import internals
 
 from .acting import until
 from .reducing import made_up
@@ -119,7 +119,7 @@ def test_a_rate_may_ask_for_the_step_to_the_last_update(
     elif rank > 0:
         if not dedicated:
             # The host has called free() by now.
-            until(lambda: 0 in testing.left(opt))
+            until(lambda: 0 in internals.left(opt))
         for _ in range(4):
             opt.minimize(gives(1.0))
     opt.free()

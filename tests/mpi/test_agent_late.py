@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import ConditionalAccumulator, WaitTimeoutError, deadline, testing
+from hpcaccum import ConditionalAccumulator, WaitTimeoutError, deadline
 from hpcaccum.deadline import current_wait
+from tests import internals
 
 from .acting import (
     VAIN,
@@ -59,7 +60,7 @@ def limit(monkeypatch):
 def acc(group, host, keep):
     options = {"comm": group, "host": host}
     # A gradient that is in no slot is not sent with the request.
-    with testing.limits(short=0):
+    with internals.limits(short=0):
         yield keep(ConditionalAccumulator("float32", (ELEMENTS,), **options))
 
 
@@ -105,7 +106,7 @@ def test_nothing_else_is_done_before_the_answer(held, limit, acc, caller, group)
 
 def test_a_take_names_the_agent_that_does_not_answer(held, acc, caller, group, size):
     everywhere(copied, acc, 1)
-    with held, testing.limits(grace=VAIN):
+    with held, internals.limits(grace=VAIN):
         # The end of the first one comes before the second one.
         for _ in range(2):
             with pytest.raises(WaitTimeoutError) as caught:
@@ -134,7 +135,7 @@ def test_a_slot_that_asks_the_agent_has_its_limit(held, acc, caller):
         assert at(caller, copied, acc, 5)
         at(0, acc.take_grad, 1, timeout=WAIT)
     late = pytest.raises(WaitTimeoutError, match=r"slot: waited .* answer of the")
-    with held, testing.limits(grace=VAIN), late:
+    with held, internals.limits(grace=VAIN), late:
         at(caller, acc.slot, timeout=VAIN)
     # It looks once, also without time.
     at(caller, acc.slot, timeout=0)
@@ -213,7 +214,7 @@ def test_an_update_counts_when_the_answer_comes(held, limit, group, caller, host
     opt.initialize([w])
 
     def push(value):
-        return testing.push(opt, {"w": np.full(ELEMENTS, value)}, 0)
+        return internals.push(opt, {"w": np.full(ELEMENTS, value)}, 0)
 
     with held, limit:
         for call in (lambda: push(5.0), opt.gradient_arrays, opt.leave):
@@ -234,11 +235,11 @@ def test_a_pull_that_warns_does_not_wait_for_the_agent(
     opt = hpc.SyncReplicasOptimizer(hpc.SGD(1), 1, comm=group, host=host)
     opt.initialize([w])
     monkeypatch.setattr(deadline, "FIRST_WARNING", VAIN)
-    with caplog.at_level("WARNING", "hpcaccum"), held, testing.limits(grace=VAIN):
-        pulling = Background(caller, lambda: testing.wait_for(opt, 1))
+    with caplog.at_level("WARNING", "hpcaccum"), held, internals.limits(grace=VAIN):
+        pulling = Background(caller, lambda: internals.wait_for(opt, 1))
         # What the update waits for is in words of the host's node.
         at(caller, until, lambda: "pull: waited" in caplog.text)
-    assert at(host, testing.push, opt, {"w": np.ones(ELEMENTS)}, 0)
+    assert at(host, internals.push, opt, {"w": np.ones(ELEMENTS)}, 0)
     pulling.result()
     opt.free()
     message = at(caller, lambda: caplog.text)
@@ -247,7 +248,7 @@ def test_a_pull_that_warns_does_not_wait_for_the_agent(
 
 def test_a_short_gradient_counts_when_the_answer_comes(held, limit, acc, caller):
     # Its contents were part of the request; the next one is added to it.
-    with testing.limits(short=1 << 13):
+    with internals.limits(short=1 << 13):
         late(held, limit, caller, copied, acc, 4)
         assert at(caller, copied, acc, 6)
         same_bits(at(0, acc.take_grad, 2, timeout=WAIT), np.full(ELEMENTS, 5, "f4"))

@@ -5,7 +5,8 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum import InvalidArgumentError, testing
+from hpcaccum import InvalidArgumentError
+from tests import internals
 
 from ..common import same_bits
 from .training import gives, meet, raised, turns, variable
@@ -162,7 +163,7 @@ def test_the_sum_of_one_left_out_of_a_push_goes_on(make, size):
 def test_the_mean_is_formed_where_it_is_sent_from(make, rank, size):
     opt, x = make(3, [np.zeros(3)])
     copied = []
-    with testing.note_copies(copied):
+    with internals.note_copies(copied):
         for call in range(6):
             grad = opt.gradient_arrays()["v0"]
             grad[:] = [1, call, rank]
@@ -271,7 +272,7 @@ def test_a_push_that_raises_after_it_was_accepted_is_not_repeated(comm, rank, si
     opt = hpc.AGNOptimizer(hpc.SGD(1.0), size, getter, 1)
     opt.initialize([w])
     if rank == 0:
-        with testing.fail_when_accepted(opt, MemoryError):
+        with internals.fail_when_accepted(opt, MemoryError):
             assert type(raised(opt.minimize, gives(-np.ones(3)))) is MemoryError
         opt.minimize(gives(-2 * np.ones(3)))
     meet()

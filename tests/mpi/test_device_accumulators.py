@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import testing
 from hpcaccum.dtypes import accumulation_dtype
+from tests import internals
 
 from .acting import WAIT, at, meet, same_bits
 from .on_device import FEW_RANKS
@@ -147,7 +147,7 @@ def test_means_may_be_returned_on_the_device(cp, make, rank, size):
 def test_a_mean_that_cannot_be_copied_to_the_device_is_not_lost(cp, make, rank, size):
     acc = make()
     acc.apply_grad(*drawn("any", "float32", rank))
-    with testing.fail("deliver", None, MemoryError), pytest.raises(MemoryError):
+    with internals.fail("deliver", None, MemoryError), pytest.raises(MemoryError):
         at(0, acc.take_grad, size, timeout=WAIT, on_device=True)
     check_take(acc, [drawn("any", "float32", other) for other in range(size)])
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import InvalidArgumentError, testing
+from hpcaccum import InvalidArgumentError
+from tests import internals
 
 from .on_device import FEW_RANKS, Aware
 from .training import WRAPPERS, gives, meet, raised, turns
@@ -137,7 +138,7 @@ def test_gradients_go_by_mpi_where_that_is_asked_for(cp, aware, comm, rank, size
     w = hpc.Variable(cp.zeros(500), "w")
     with hpc.CrossShardOptimizer(hpc.SGD(1), comm=comm, cuda_aware=True) as opt:
         opt.initialize([w])
-        reducer = testing.reducer(opt)
+        reducer = internals.reducer(opt)
         taken = Aware.of(reducer)
         for _ in range(2):
             opt.minimize(gives(cp.full(500, float(rank))))

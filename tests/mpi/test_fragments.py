@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import InvalidArgumentError, group_of, testing
+from hpcaccum import InvalidArgumentError, group_of
+from tests import internals
 
 from .. import naive
 from ..common import same_bits
@@ -122,7 +123,7 @@ def play(make, comm, rank, count, overlap, wire=None, servers=0):
     opt = make(comm, 5, quorum=sum(map(len, nodes)), servers=servers, **options)
     dtype = None if wire is None else ml_dtypes.bfloat16
     variables, plain = made(), Plain(nodes, count, 5, overlap, dtype)
-    with testing.limits(short=0):
+    with internals.limits(short=0):
         opt.initialize(variables)
         train(opt, variables, plain, rank, 13)
         opt.free()
@@ -175,8 +176,8 @@ def test_the_answer_to_a_push_comes_meanwhile(group, make, rank, size, quorum):
     for _ in range(2):
         opt.minimize(gives(np.ones(5000, np.float32)))
     # Nobody has pulled it.
-    until(lambda: testing.step_here(opt) > 0)
-    assert testing.own_step(opt) == 0
+    until(lambda: internals.step_here(opt) > 0)
+    assert internals.own_step(opt) == 0
     meet()
 
 

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import Reduction, testing
+from hpcaccum import Reduction
+from tests import internals
 
 from ..common import every_pair
 from .acting import meet
@@ -158,7 +159,7 @@ def test_an_error_of_another_rank_comes_before_leaving(comm, rank, size):
 
 @pytest.fixture
 def impatient():
-    with testing.limits(patience=0.03):
+    with internals.limits(patience=0.03):
         yield
 
 

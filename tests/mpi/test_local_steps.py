@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import testing
+from tests import internals
 
 from ..common import same_bits
 from .training import gives, meet, raised, variable
@@ -86,7 +86,7 @@ def test_a_quorum_does_not_wait_for_others(make, rank, size):
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_differences_are_pushed_from_where_they_are_formed(make, rank, size, dtype):
     x, opt, copied = variable(np.zeros(3), dtype), make(2, quorum=size), []
-    with testing.note_copies(copied):
+    with internals.note_copies(copied):
         for _ in range(4):
             opt.minimize(gives(np.ones(3, dtype)), var_list=[x])
     assert copied == []

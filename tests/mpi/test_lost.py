@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import testing
+from tests import internals
 
 from .acting import WAIT, Take, at, meet, same_bits, until
 
@@ -24,7 +24,7 @@ KINDS = {
 @pytest.fixture(autouse=True)
 def apart():
     """No gradient is sent with the request to admit it: its rank writes it later."""
-    with testing.limits(short=0):
+    with internals.limits(short=0):
         yield
 
 
@@ -58,7 +58,7 @@ def test_an_apply_that_breaks_is_left_out(make, size, kind, admitted):
 
 def lose(acc):
     """Lose this rank, whose gradient is admitted and cannot be written."""
-    with testing.before_records(acc, fail), pytest.raises(MemoryError):
+    with internals.before_records(acc, fail), pytest.raises(MemoryError):
         acc.apply_grad([7, 1], 0)
 
 
@@ -106,7 +106,7 @@ def test_a_take_that_waits_for_all_ranks_needs_one_less(make, size):
 
 
 def break_before_admission(acc):
-    with testing.fail("admit", acc, MemoryError), pytest.raises(MemoryError):
+    with internals.fail("admit", acc, MemoryError), pytest.raises(MemoryError):
         acc.apply_grad([7, 1], 0)
 
 
@@ -124,7 +124,7 @@ def test_a_round_of_which_all_is_lost_is_not_taken(make):
     acc = make()
     take = Take(acc, 0, 1)
     at(-1, lose, acc)
-    at(0, until, lambda: testing.take_waits(acc))
+    at(0, until, lambda: internals.take_waits(acc))
     assert not take.over()
     # A rank that waits for the next step would never return.
     assert at(0, lambda: acc.global_step) == 0
@@ -137,7 +137,7 @@ def test_a_round_of_which_all_is_lost_is_not_taken(make):
 def test_rows_of_a_lost_rank_are_left_out(comm, size):
     with hpc.SparseConditionalAccumulator("f8", (9, 1), capacity=4, comm=comm) as acc:
         at(0, acc.apply_grad, [2], np.ones((1, 1)))
-        with testing.before_records(acc, fail), pytest.raises(MemoryError):
+        with internals.before_records(acc, fail), pytest.raises(MemoryError):
             at(-1, acc.apply_grad, [3], np.ones((1, 1)))
         found = at(0, acc.take_grad, 1, timeout=WAIT)
         assert (found.indices.tolist(), found.values.tolist()) == ([2], [[1.0]])
@@ -151,7 +151,7 @@ def test_a_signal_handler_cannot_make_a_call_during_another_one(make):
         with pytest.raises(hpc.InvalidArgumentError, match=match):
             acc.apply_grad([3, 1], 0)
 
-    with testing.before_records(acc, again):
+    with internals.before_records(acc, again):
         assert at(-1, acc.apply_grad, [7, 1], 0)
     same_bits(at(0, acc.take_grad, 1, timeout=WAIT), [7.0, 1.0])
 
@@ -160,7 +160,7 @@ def test_updates_go_on_without_a_lost_rank(comm):
     variable = hpc.Variable(np.zeros(3), "w")
     with hpc.DropStaleGradientOptimizer(hpc.SGD(1.0), 99, comm=comm) as opt:
         opt.initialize([variable])
-        with testing.fail("put", opt, MemoryError), pytest.raises(MemoryError):
+        with internals.fail("put", opt, MemoryError), pytest.raises(MemoryError):
             # The host itself: an agent puts those of other nodes in their places.
             at(0, opt.apply_gradients, [(np.full(3, 7.0), variable)])
         for _ in range(3):
@@ -179,7 +179,7 @@ def test_synchronous_updates_go_on_without_a_lost_rank(comm, rank, size):
         opt.initialize([variable])
         lost = rank == size - 1
         if lost:
-            failing = testing.fail("admit", opt, MemoryError)
+            failing = internals.fail("admit", opt, MemoryError)
             with failing, pytest.raises(MemoryError):
                 opt.apply_gradients([(np.full(3, 7.0), variable)])
         else:

@@ -13,13 +13,13 @@ from hpcaccum import (
     Layout,
     Reducer,
     WaitTimeoutError,
-    testing,
 )
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import use_device
 from hpcaccum.device.nccl import NcclSum
 from hpcaccum.reducer import Interruption
 from hpcaccum.reducer import nccl as schedule
+from tests import internals
 
 from .expiring import missed_by
 from .on_device import empty_like, to_device
@@ -317,7 +317,7 @@ def test_updates_are_those_of_cpu_memory(cp, comm, rank, size, reduction, scenar
                 own["b"][...] = np.nan
             grads = [library.asarray(own[var.name]) for var in variables]
             opt.apply_gradients(zip(grads, variables, strict=True))
-        used = testing.reducer(opt).statistics().schedule
+        used = internals.reducer(opt).statistics().schedule
         assert (used == "nccl") == (options.get("schedule") == "nccl")
         opt.free()
         results.append([opt.center(variables), opt.global_step, opt.statistics()])

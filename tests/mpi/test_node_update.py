@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import group_of, testing
+from hpcaccum import group_of
 from hpcaccum.mpi import MPI
+from tests import internals
 
 from .. import naive
 from .acting import meet, same_bits, until
@@ -21,7 +22,7 @@ KINDS = {**RULES, "Nesterov": lambda: hpc.Momentum(0.1, 0.9, use_nesterov=True)}
 @pytest.fixture(autouse=True)
 def short_pieces():
     """Divide short vectors, too."""
-    with testing.limits(chunk=48, least=96, most=96, thread=96):
+    with internals.limits(chunk=48, least=96, most=96, thread=96):
         yield
 
 
@@ -107,7 +108,7 @@ def noted_pieces(opt, before=lambda piece: None):
         before(piece)
         pieces.append(piece)
 
-    testing.before("piece", opt, note).start()
+    internals.before("piece", opt, note).start()
     meet()
     return pieces
 
@@ -128,7 +129,7 @@ def test_ranks_that_wait_work_on_the_update(comm, rank, size):
     def before(piece):
         # The host goes on when another rank has completed a piece.
         if rank == 0 and not helped.is_set():
-            until(lambda: testing.pieces_done(opt))
+            until(lambda: internals.pieces_done(opt))
             helped.set()
         # The update must not end without the pieces of a slow rank.
         time.sleep(0.02 * (rank > 0))
@@ -193,9 +194,9 @@ def test_cores_of_a_rank_work_if_there_is_enough_for_each(
     cores = set(range(3 * rank, 3 * rank + 3))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
     elements, part = hpc.Layout(SHAPES, np.float32).size, comm.Dup()
-    with testing.limits(thread=int(elements // (size * (worth or 0.5)))):
+    with internals.limits(thread=int(elements // (size * (worth or 0.5)))):
         opt, variables = start(part, hpc.SGD(0.1), size)
-    threads = testing.update_threads(opt)
+    threads = internals.update_threads(opt)
     train(opt, variables, 3)
     meet()
     opt.free()

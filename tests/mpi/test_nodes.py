@@ -11,9 +11,9 @@ from hpcaccum import (
     InvalidArgumentError,
     WaitTimeoutError,
     group_of,
-    testing,
 )
 from hpcaccum.mpi import MPI
+from tests import internals
 
 from .acting import VAIN, WAIT, Take, at, everywhere, meet
 from .on_nodes import leads, named
@@ -94,9 +94,9 @@ def test_takes_of_all_ranks_are_served_in_their_order(group, size, storage):
 def test_an_agent_that_does_not_end_its_work_is_named(held, group, rank, monkeypatch):
     acc = made(group)
     # So that it is asked for its sum.
-    with testing.limits(short=0):
+    with internals.limits(short=0):
         everywhere(acc.apply_grad, np.ones(3))
-    with held, testing.limits(sums=VAIN):
+    with held, internals.limits(sums=VAIN):
         with pytest.raises(WaitTimeoutError):
             at(0, acc.take_grad, 1, timeout=VAIN)
         if rank == 0:
@@ -179,12 +179,12 @@ def test_ranks_of_a_node_may_wait_for_different_steps(group, rank, in_vain):
     with hpc.DropStaleGradientOptimizer(hpc.SGD(1), 9, comm=group) as opt:
         opt.initialize([w])
         # It never comes: that must not keep a step that is there from the node.
-        assert "for update 9 by rank 0" in in_vain(testing.wait_for, opt, 9)
+        assert "for update 9 by rank 0" in in_vain(internals.wait_for, opt, 9)
         meet()
         for step in (1, 2):
             if rank == 0:
                 opt.minimize(gives(1.0))
-            testing.wait_for(opt, step)
+            internals.wait_for(opt, step)
             assert opt.center(w) == -step
             meet()
 
@@ -197,10 +197,10 @@ def test_a_node_that_parameters_do_not_reach_is_named(group, rank, held, in_vain
             if rank == 0:
                 opt.minimize(gives(1.0))
             meet()
-            late = in_vain(testing.wait_for, opt, 1) if rank in last else ""
-            here = [] if rank in last else [testing.wait_for(opt, 1)]
+            late = in_vain(internals.wait_for, opt, 1) if rank in last else ""
+            here = [] if rank in last else [internals.wait_for(opt, 1)]
         way = f"step 1, on its way from {named(first)} to {named(last[0])}"
         assert late.endswith(f" s for {way}") or here
-        testing.wait_for(opt, 1)
+        internals.wait_for(opt, 1)
         assert opt.center(w) == -1
         meet()

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import DisagreementError, InvalidArgumentError, group_of, testing
+from hpcaccum import DisagreementError, InvalidArgumentError, group_of
 from hpcaccum.mpi.job.runtime import MPI
+from tests import internals
 
 from .support import WAIT
 from .training import ONE_SIDED, Gate, computed, gives, meet, raised, turns, variable
@@ -135,7 +136,7 @@ def test_without_threads_the_host_must_be_dedicated(comm, size, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["DropStale"])
 def test_memory_is_that_of_gradients_and_parameters(make, comm, size):
-    with testing.note_memory(sizes := []):
+    with internals.note_memory(sizes := []):
         make([variable(np.zeros(1000))], Gate(lambda: None))
     held = sum(meet(sum(sizes)))
 
@@ -191,7 +192,7 @@ def test_after_a_drop_no_rank_computes_what_must_be_dropped(comm, strict, rank, 
     if rank == 0:
         opt.apply_gradients(pairs)
     elif rank == size - 1:
-        while not testing.admitted_step(opt):
+        while not internals.admitted_step(opt):
             time.sleep(0)
         # Rank 0's gradient is admitted but not applied: this rank's parameters are
         # stale, and no newer ones exist.
@@ -274,7 +275,7 @@ def test_defaults_depend_on_the_ranks_that_train(comm, size, dedicated):
 def copied():
     """The shapes of the gradients that pushes of this rank copy."""
     shapes = []
-    with testing.note_copies(shapes):
+    with internals.note_copies(shapes):
         yield shapes
 
 
@@ -355,14 +356,14 @@ def test_a_place_is_kept_until_its_push_and_no_longer(comm, size, copied):
         for value in (1, 3):
             arrays = opt.gradient_arrays()
             arrays["w"][:] = value
-            testing.push(opt, arrays, 0)
+            internals.push(opt, arrays, 0)
         # The first round is being reduced, or was: this must not change its mean.
         later = opt.gradient_arrays()
         later["w"][:] = 100
-        testing.wait_for(opt, 1)
+        internals.wait_for(opt, 1)
         assert centers(opt, [w]) == [[-2] * 3]
-        testing.push(opt, later, 1)
-        testing.push(opt, {"w": np.zeros(3)}, 1)
-        testing.wait_for(opt, 2)
+        internals.push(opt, later, 1)
+        internals.push(opt, {"w": np.zeros(3)}, 1)
+        internals.wait_for(opt, 2)
         assert centers(opt, [w]) == [[-52] * 3]
     assert copied == [(3,)]

@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import DisagreementError, group_of, testing
+from hpcaccum import DisagreementError, group_of
+from tests import internals
 
 from .expiring import times_out_without
 from .reducing import EACH, SHAPES, works
@@ -20,14 +21,14 @@ pytestmark = [pytest.mark.ranks(min=2), pytest.mark.own_comm, pytest.mark.any_si
 @pytest.fixture(autouse=True)
 def _soon():
     """Let ranks report early that they wait: those that move data keep cores busy."""
-    with testing.limits(patience=0.03):
+    with internals.limits(patience=0.03):
         yield
 
 
 @pytest.fixture
 def at_once():
     """Let ranks report every wait."""
-    with testing.limits(patience=0.0):
+    with internals.limits(patience=0.0):
         yield
 
 

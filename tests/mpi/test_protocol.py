@@ -3,7 +3,7 @@
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import testing
+from tests import internals
 
 from .acting import VAIN, WAIT, Admitted, Take, at, close_unreduced, same_bits
 
@@ -54,7 +54,7 @@ def test_reduction_that_fails_leaves_the_round_to_the_next_take(acc):
 def full(make):
     """An accumulator whose rounds hold 3 gradients."""
     acc = make()
-    with testing.limit_rounds(acc, 3):
+    with internals.limit_rounds(acc, 3):
         yield acc
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import InvalidArgumentError, deadline, testing
+from hpcaccum import InvalidArgumentError, deadline
+from tests import internals
 
 from .acting import VAIN, WAIT, until
 from .test_waiting_for_updates import in_vain_fixture  # noqa: F401
@@ -25,7 +26,7 @@ def test_centers_of_several_variables_are_of_one_step(comm, rank, size, slow):
         meet()
         if rank == size - 1:
             # Meanwhile others make several updates.
-            with testing.slow_reads(0.002 * slow):
+            with internals.slow_reads(0.002 * slow):
                 while opt.global_step < calls * (size - 1):
                     read = opt.center(tuple(variables))
                     assert [array.dtype for array in read] == [*kinds]
@@ -170,7 +171,7 @@ def test_a_read_that_waits_too_long_names_what_it_waits_for(comm, rank, in_vain)
         opt.initialize([w])
         meet()
         if rank == 0:
-            testing.push(opt, {"w": np.ones(())}, 0)
+            internals.push(opt, {"w": np.ones(())}, 0)
             assert begun.wait(WAIT)
             message = in_vain(opt.paused().__enter__)
             go.set()

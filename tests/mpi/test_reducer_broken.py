@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import BrokenObjectError, DisagreementError, testing
+from hpcaccum import BrokenObjectError, DisagreementError
 from hpcaccum.optimizers import cross_shard, start
 from hpcaccum.optimizers.shard_reducer import ShardReducer
 from hpcaccum.reducer import Reducer
@@ -15,6 +15,7 @@ from hpcaccum.reducer.inputs import Inputs
 from hpcaccum.reducer.schedule import Schedule
 from hpcaccum.rows import RowExchange
 from hpcaccum.rows import exchange as row_exchange
+from tests import internals
 
 from ..common import every_pair
 from .acting import interrupted, meet
@@ -43,7 +44,7 @@ def odd(request, size):
 
 @pytest.fixture(autouse=True)
 def _impatient():
-    with testing.limits(patience=0.03):
+    with internals.limits(patience=0.03):
         yield
 
 

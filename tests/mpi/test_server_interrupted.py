@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import testing
 from hpcaccum.nodes import Agent
+from tests import internals
 
 from .acting import at, interrupted, meet, same_bits
 from .test_servers import dedicated
@@ -52,7 +52,7 @@ def test_several_servers_go_on_after_an_interrupted_wait(group, which):
     meet()
     if which and group.rank == servers[which]:
         # Between the receipt of an order and its update.
-        with testing.interrupt_order(MemoryError):
+        with internals.interrupt_order(MemoryError):
             assert type(raised(opt.serve)) is MemoryError
     same_bits(train(opt, var, group.rank in servers), EXPECTED)
     assert opt.global_step == 4
@@ -85,13 +85,13 @@ def test_a_server_whose_update_fails_is_broken(group, several):
     )
     opt.initialize([var])
     if group.rank == next(r for r in range(group.size) if r not in servers):
-        testing.push(opt, {"w": np.ones(COUNT)}, 0)
+        internals.push(opt, {"w": np.ones(COUNT)}, 0)
     if group.rank == servers[-1]:
         assert type(raised(opt.serve)) is MemoryError
         again = raised(opt.serve)
         assert type(again) is hpc.BrokenObjectError
         assert "the parameters are now partly updated" in str(again)
-        testing.mend(opt)
+        internals.mend(opt)
     elif group.rank in servers:
         opt.inner.failed = True
     opt.free()
@@ -116,7 +116,7 @@ def test_a_read_within_another_one_gets_its_own_answers(group, step):
             found.append(opt.get_slot(var, "momentum").value)
 
     if group.rank == 0:
-        with testing.before(step, opt, read):
+        with internals.before(step, opt, read):
             read()
         assert len(found) == 2
         for each in found:
@@ -135,7 +135,7 @@ def test_slots_are_asked_for_again_after_an_interruption(group):
     meet()
 
     if group.rank == 0:
-        stop = testing.fail("answers", opt, KeyboardInterrupt)
+        stop = internals.fail("answers", opt, KeyboardInterrupt)
         with stop, pytest.raises(KeyboardInterrupt):
             opt.get_slot(var, "momentum")
         same_bits(opt.get_slot(var, "momentum").value, np.ones(count))

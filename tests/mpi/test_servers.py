@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import InvalidArgumentError, testing
+from hpcaccum import InvalidArgumentError
 from hpcaccum.errors import format_ranks
 from hpcaccum.mpi.job.runtime import MPI
+from tests import internals
 
 from .acting import meet, same_bits, until
 from .on_nodes import leads, named
@@ -53,7 +54,7 @@ def train(group, rule, servers, *, calls=3, dtypes=(np.float32,), lacks=()):
 
 def found_slots(opt, variables):
     found = []
-    if MPI.COMM_WORLD.rank == testing.servers(opt)[0]:
+    if MPI.COMM_WORLD.rank == internals.servers(opt)[0]:
         for var in variables:
             slots = [opt.get_slot(var, name) for name in opt.get_slot_names()]
             assert all(slot is None or slot.name.startswith(var.name) for slot in slots)
@@ -183,7 +184,7 @@ def test_all_parts_are_of_one_step(group, slow):
     opt.initialize(variables)
     steps, grads = [], [-np.ones(var.shape) for var in variables]
     # Meanwhile the server goes on.
-    with testing.slow_parts(0.005 * slow):
+    with internals.slow_parts(0.005 * slow):
         for _ in range(20 if not slow else 5):
             opt.minimize(lambda: (0.0, grads), step)
             values = flat(var.value for var in variables)
@@ -207,7 +208,7 @@ def test_steps_on_their_way_to_a_slow_node_do_not_mix(group):
     var, servers = hpc.Variable(np.zeros(600, np.float32), "w"), leaders(group)
     step, grad = hpc.Variable(0, "step"), -np.ones(600, np.float32)
     # Each server sends several pieces.
-    with testing.slow_parts(0.005, slow), testing.limits(piece=64):
+    with internals.slow_parts(0.005, slow), internals.limits(piece=64):
         opt = hpc.SyncReplicasOptimizer(
             hpc.SGD(1.0), group.size + 1, comm=group, servers=servers
         )
@@ -385,7 +386,7 @@ def test_servers_are_not_among_the_missing_ranks(group, kind, in_vain):
     opt.initialize([var])
     meet()
     if group.rank == workers[0]:
-        message = in_vain(testing.wait_for, opt, 1)
+        message = in_vain(internals.wait_for, opt, 1)
         assert f"from {format_ranks(workers)}" in message
     meet()
     opt.serve() if group.rank in servers else opt.leave()
@@ -421,11 +422,11 @@ def asynchronous(group, rule, **options):
 
 @pytest.mark.parametrize("slow", [0, -1], ids=["host", "last"])
 def test_a_pause_is_between_two_updates_of_all_servers(group, slow):
-    with testing.limits(piece=64):
+    with internals.limits(piece=64):
         var, opt, servers = asynchronous(group, hpc.Adagrad(1.0, 0.5))
         if group.rank == servers[slow]:
             # Those of other nodes are ahead of this one, by several updates.
-            testing.before("update", opt, lambda *_: time.sleep(0.002)).start()
+            internals.before("update", opt, lambda *_: time.sleep(0.002)).start()
         meet()
         for call in range(10):
             opt.minimize(gives(np.full(600, (-1.0) ** call)))
@@ -469,7 +470,7 @@ def test_what_is_called_after_an_update_is_called_before_the_next_one(group):
 
 def test_an_agent_may_see_late_that_its_server_has_ended(group):
     var, servers = hpc.Variable(np.zeros(600), "w"), leaders(group)
-    with testing.see_end_late(0.1):
+    with internals.see_end_late(0.1):
         opt = hpc.SyncReplicasOptimizer(
             hpc.SGD(1.0), group.size, comm=group, servers=servers
         )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import testing
+from tests import internals
 
 from ..common import same_bits
 from ..lazy_rules import MAKERS, LazyRule
@@ -53,7 +53,7 @@ GIVEN = {
 @pytest.fixture
 def long_log():
     """The log is long enough for most pulls."""
-    with testing.limits(rows_of_entry=1):
+    with internals.limits(rows_of_entry=1):
         yield
 
 
@@ -169,7 +169,7 @@ def test_only_rows_are_copied_and_have_memory(make, rank, size, copies):
         # Rows of this rank, and of those that have pushed since its last pull.
         others = size if turn >= 2 * size else turn % size + 1
         assert each[-2 if pushed else -1 :] == ([2 + others] if pushed else []) + [2]
-    assert testing.gradient_bytes(opt) < 2000
+    assert internals.gradient_bytes(opt) < 2000
 
 
 def test_the_sum_has_room_for_the_rows_of_a_period(make, rank, size):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import testing
+from tests import internals
 
 from ..common import same_bits
 from ..lazy_rules import LazyRule
@@ -69,7 +69,7 @@ def test_messages_have_the_rows_that_changed(group, rank, size):
     b = variable(np.zeros(5), "f4", "b")
     with (
         ONE_SIDED["SyncReplicas"](hpc.Adam(0.1), [w, b], group) as opt,
-        testing.note_row_messages(messages := []),
+        internals.note_row_messages(messages := []),
     ):
         opt.initialize([w, b])
         slices = hpc.IndexedSlices(np.ones((3, 4), "f4"), [0, 5, 9 + rank])
@@ -92,7 +92,7 @@ def test_messages_have_the_rows_that_changed(group, rank, size):
 @pytest.fixture(params=[1, ROWS // 40, ROWS * 9])
 def log(request):
     """The log is as long as the table, too short for some updates, or has one entry."""
-    with testing.limits(rows_of_entry=request.param):
+    with internals.limits(rows_of_entry=request.param):
         yield
 
 

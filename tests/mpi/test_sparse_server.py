@@ -5,7 +5,7 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum import testing
+from tests import internals
 
 from ..common import every_pair, same_bits
 from ..lazy_rules import MAKERS, LazyRule
@@ -183,7 +183,7 @@ def test_too_many_rows_in_one_update_are_refused(make, rank, size):
     if rank == 0:
         # Interrupted when it has been accepted.
         with (
-            testing.fail_when_accepted(opt, KeyboardInterrupt),
+            internals.fail_when_accepted(opt, KeyboardInterrupt),
             pytest.raises(KeyboardInterrupt),
         ):
             opt.apply_gradients([(slices(0), w)])
@@ -236,7 +236,7 @@ def test_only_rows_that_changed_are_copied(make, rank, size, copies):
     assert counted == [[2 + size] * (1 + (rank == 0))] * 4
     assert np.count_nonzero(w.value.any(axis=1)) == 2 + size
     # Of two buffers with 3 rows each.
-    assert testing.gradient_bytes(opt) < 1000
+    assert internals.gradient_bytes(opt) < 1000
 
 
 @pytest.mark.ranks(min=2)
@@ -269,8 +269,8 @@ def test_no_rank_sees_half_an_update(make, comm, rank, size):
             opt.compute_gradients(nothing)
             assert (w.value == w.value[:, :1]).all()
             same_bits(w.value[:half], w.value[half:])
-            assert -w.value[:half, 0].sum() == testing.own_step(opt)
-            seen.add(testing.own_step(opt))
+            assert -w.value[:half, 0].sum() == internals.own_step(opt)
+            seen.add(internals.own_step(opt))
         enough = [comm.isend(None, other) for other in range(rank)]
         MPI.Request.waitall(enough)
     else:
@@ -289,7 +289,7 @@ def test_an_interrupted_pull_is_repeated_as_a_whole(make, size):
     for call in (2, 3):
         expected.update(*mean_of([drawn(0, call)]))
 
-    with testing.interrupt_pulls("w"), pytest.raises(KeyboardInterrupt):
+    with internals.interrupt_pulls("w"), pytest.raises(KeyboardInterrupt):
         opt.minimize(gives(drawn(0, 3)), var_list=[w])
     opt.compute_gradients(gives(drawn(0, 3)))
     close(w.value, 2 * expected.value)

@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from hpcaccum import ConditionalAccumulator, WaitTimeoutError, testing
+from hpcaccum import ConditionalAccumulator, WaitTimeoutError
+from tests import internals
 
 from .acting import VAIN, WAIT, Background, at, everywhere, meet, same_bits
 from .on_nodes import named
@@ -17,14 +18,14 @@ COUNT, PIECE = 21, 5
 @pytest.fixture(params=["one piece", "pieces"])
 def pieces(request):
     """Send vectors in one piece or in several, the last of which has one element."""
-    with testing.limits(piece=PIECE * 8 if request.param == "pieces" else COUNT * 8):
+    with internals.limits(piece=PIECE * 8 if request.param == "pieces" else COUNT * 8):
         yield
 
 
 @pytest.fixture(autouse=True)
 def limits():
     """Takes wait for other nodes no longer than for gradients; no agent has copies."""
-    with testing.limits(sums=VAIN, short=0):
+    with internals.limits(sums=VAIN, short=0):
         yield
 
 
@@ -87,7 +88,7 @@ def test_any_rank_gets_the_mean_of_any_ranks(make, group, rank, size, dtype, pie
 
 
 def test_vectors_of_any_number_of_pieces(make, group, rank, size):
-    with testing.limits(piece=PIECE * 8):
+    with internals.limits(piece=PIECE * 8):
         for count in [0, 1, PIECE, PIECE + 1, 4 * PIECE, 5 * PIECE - 1, 9 * PIECE]:
             acc = make(count=count)
             everywhere(apply, acc, rank, count=count)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import testing
+from tests import internals
 
 from .support import for_some_pause
 from .training import gives, meet, variable
@@ -32,7 +32,7 @@ def test_all_that_are_there_are_in_the_mean(comm, rank, size):
     with hpc.SyncReplicasOptimizer(hpc.SGD(1), 1, comm=comm, dedicated=True) as opt:
         opt.initialize([w])
         if rank:
-            testing.push(opt, {"w": np.array(float(rank))}, 0)
+            internals.push(opt, {"w": np.array(float(rank))}, 0)
         meet()
         opt.leave() if rank else opt.serve()
     assert w.value == -size / 2
@@ -137,7 +137,7 @@ def test_a_round_whose_gradients_are_lost_is_an_empty_update(make, rank):
 
     meet()
     if host:
-        with testing.before_records(opt, fail), pytest.raises(MemoryError):
+        with internals.before_records(opt, fail), pytest.raises(MemoryError):
             opt.apply_gradients([(np.float64(-1), w)])
         opt.leave()
     else:
@@ -145,6 +145,6 @@ def test_a_round_whose_gradients_are_lost_is_an_empty_update(make, rank):
         assert not opt.apply_gradients([(np.float64(-1), w)])
         meet()
         assert opt.minimize(gives(-1.0)) is not None
-        assert testing.own_step(opt) > before
+        assert internals.own_step(opt) > before
     meet()
     opt.free()

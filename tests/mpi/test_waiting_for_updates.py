@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import WaitTimeoutError, testing
+from hpcaccum import WaitTimeoutError
 from hpcaccum.errors import format_ranks
+from tests import internals
 
 from .acting import VAIN, WAIT, Background, interrupted, until
 from .training import ONE_SIDED, Gate, gives, meet, raised, variable
@@ -32,9 +33,9 @@ def in_vain_fixture(monkeypatch):
 def push_in_vain(opt, step, brings, in_vain):
     """Let some ranks push, and when all have, pull what is missing; return why."""
     if brings:
-        testing.push(opt, {"w": np.ones(())}, step)
+        internals.push(opt, {"w": np.ones(())}, step)
     meet()
-    message = in_vain(testing.wait_for, opt, step + 1) if brings else ""
+    message = in_vain(internals.wait_for, opt, step + 1) if brings else ""
     meet()
     return message
 
@@ -68,7 +69,7 @@ def test_ranks_that_left_are_not_missing(comm, rank, size, in_vain):
         opt.initialize([w])
         if rank == 1:
             opt.leave()
-        until(lambda: testing.left(opt) == [1])
+        until(lambda: internals.left(opt) == [1])
         message = push_in_vain(opt, 0, rank not in (1, late), in_vain)
         if rank == late:
             opt.minimize(gives(1.0))
@@ -106,7 +107,7 @@ def test_a_rank_that_does_not_finish_writing_is_named(comm, rank, size, in_vain)
     w, slow, go = variable(np.zeros(2)), 0, threading.Event()
     with hpc.SyncReplicasOptimizer(hpc.SGD(1), size, comm=comm) as opt:
         opt.initialize([w])
-        late = testing.before_records(opt, lambda: rank != slow or go.wait(WAIT))
+        late = internals.before_records(opt, lambda: rank != slow or go.wait(WAIT))
         with late:
             push = Background(slow, lambda: opt.minimize(gives(np.ones(2))))
             message = ""
@@ -115,9 +116,9 @@ def test_a_rank_that_does_not_finish_writing_is_named(comm, rank, size, in_vain)
                 minimize = opt.minimize, gives(np.ones(2))
                 message = in_vain(*minimize, seconds=10 * VAIN)
             # All are admitted, which closes the round, and all but one have written.
-            until(lambda: testing.admitted_step(opt) == 1)
+            until(lambda: internals.admitted_step(opt) == 1)
             meet()
-            seen = testing.missing(opt, 1)
+            seen = internals.missing(opt, 1)
             meet()
             go.set()
             push.result()
@@ -132,11 +133,11 @@ def test_a_gradient_that_was_admitted_and_not_written_is_reported(
     w = variable()
     with hpc.DropStaleGradientOptimizer(hpc.SGD(1), 9, comm=comm) as opt:
         opt.initialize([w])
-        nothing = in_vain(testing.wait_for, opt, 1)
+        nothing = in_vain(internals.wait_for, opt, 1)
         meet()
-        write = testing.admit_update(opt) if rank == 1 else None
+        write = internals.admit_update(opt) if rank == 1 else None
         meet()
-        message = in_vain(testing.wait_for, opt, 1)
+        message = in_vain(internals.wait_for, opt, 1)
         meet()
         if write is not None:
             write()
@@ -151,7 +152,7 @@ def test_a_last_update_that_takes_too_long_is_named(comm, rank, monkeypatch):
     opt = hpc.DropStaleGradientOptimizer(Gate(lambda: go.wait(WAIT)), 9, comm=comm)
     opt.initialize([w])
     if rank == 0:
-        testing.push(opt, {"w": np.ones(())}, 0)
+        internals.push(opt, {"w": np.ones(())}, 0)
     opt.leave()
     meet()
     with monkeypatch.context() as patch:

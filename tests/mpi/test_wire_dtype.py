@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import group_of, testing
+from hpcaccum import group_of
+from tests import internals
 
 from .. import naive
 from ..common import same_bits
@@ -138,7 +139,7 @@ def test_weights_and_missing_gradients_are_not_rounded(group, rank, size):
 @pytest.mark.parametrize("count", [7, 2047])
 def test_short_vectors_are_sent_as_they_are(group, rank, size, count):
     x = variable(np.ones(count), np.float32)
-    with testing.limits(short=1 << 13):
+    with internals.limits(short=1 << 13):
         options = {"comm": group, "wire_dtype": "bfloat16"}
         with hpc.SyncReplicasOptimizer(hpc.SGD(1), size, **options) as opt:
             opt.minimize(gives(np.full(count, FINE)), var_list=[x])

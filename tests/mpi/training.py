@@ -11,7 +11,7 @@ import pytest
 from mpi4py import MPI
 
 import hpcaccum as hpc
-from hpcaccum import testing
+from tests import internals
 
 from .support import meet as meet
 
@@ -139,5 +139,5 @@ def cross_shard_fixture(make_one: Any) -> Any:
 def copies_fixture() -> Any:
     """The number of rows of each copy of a table; "all" for a whole one."""
     copied: list[Any] = []
-    with testing.note_rows(copied):
+    with internals.note_rows(copied):
         yield copied

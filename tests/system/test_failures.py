@@ -93,7 +93,8 @@ print("the end")
 HOST_ENDS_FIRST = """
 import numpy as np
 import hpcaccum as hpc
-from hpcaccum import summation, testing
+from hpcaccum import summation
+from tests import internals
 from hpcaccum.mpi import Group
 from mpi4py import MPI
 
@@ -106,7 +107,7 @@ opt.initialize([w])
 {before}
 if MPI.COMM_WORLD.rank == 1:
     # Wait until the host has left: its interpreter is ending.
-    while 0 not in testing.left(opt):
+    while 0 not in internals.left(opt):
         pass
     for _ in range(5):
         opt.minimize(lambda: (0.0, [np.ones(9000)]))

@@ -27,7 +27,7 @@ LAYERS = [
     ["hpcaccum"],
     ["machine", "option_values", "plots", "tables"],
     ["plan"],
-    ["train", "bench", "testing"],
+    ["train", "bench"],
     ["launch"],
     ["cli"],
     ["__main__"],
@@ -101,7 +101,7 @@ def test_imports_run_downward():
 
 @pytest.mark.parametrize("name", FILES)
 def test_library_packages_are_used_by_their_face(name):
-    if entry(name) in ("hpcaccum", "bench", "train", "cli", "testing"):
+    if entry(name) in ("hpcaccum", "bench", "train", "cli"):
         return
     inside = [
         module

@@ -26,7 +26,7 @@ BEGIN = """
 import os, signal, sys, time
 import numpy as np
 import hpcaccum as hpc
-from hpcaccum import testing
+from tests import internals
 from hpcaccum.accumulator import host_calls, protocol, storage, take, turns
 from hpcaccum.mpi.memory import atomic_words
 from hpcaccum.nodes import calls as requests
@@ -313,7 +313,7 @@ def saving(self, *args):
 cls = node_update.NodeUpdate
 make, save = cls._work_on_chunk, cls._saving
 cls._work_on_chunk, cls._saving = work, saving
-with testing.limits(chunk=1000, least=4000, most=4000, thread=4000):
+with internals.limits(chunk=1000, least=4000, most=4000, thread=4000):
     w = hpc.Variable(np.zeros(40000, np.float32), "w")
     opt = hpc.SyncReplicasOptimizer(hpc.Momentum(0.5, 0.9), size)
     for step in range(12):
@@ -474,7 +474,7 @@ STOP = """
 import os, signal, sys, time
 import numpy as np
 import hpcaccum as hpc
-from hpcaccum import testing
+from tests import internals
 from mpi4py import MPI
 
 comm, kind = MPI.COMM_WORLD, sys.argv[1]
@@ -504,7 +504,7 @@ if rank == size - 1:
     os.kill(os.getpid(), signal.SIGSTOP)
     while True:
         apply()
-while not (acc.statistics().lost and testing.left(opt)):
+while not (acc.statistics().lost and internals.left(opt)):
     time.sleep(0.01)
 if rank == 0:
     os.kill(stopped, signal.SIGCONT)

@@ -1,11 +1,11 @@
-"""What the tests of hpcaccum need from the inside of its objects; not for programs.
+"""What tests need from the inside of the objects of hpcaccum.
 
 A test holds a promise by public calls. Where these are not enough, it uses a function
 of this module: to stop a writer halfway, to hold an agent still, or to learn what was
 chosen. This is the only place that knows private attributes for the tests of
-accumulators, servers and nodes, and it changes with them. No module imports it.
+accumulators, servers and nodes, and it changes with them.
 
-What returns a patch is used as ``with testing.limits(patience=0.03): ...``.
+What returns a patch is used as ``with internals.limits(patience=0.03): ...``.
 """
 
 from __future__ import annotations
