@@ -35,7 +35,6 @@ class Source(Protocol):
     def _metrics(self) -> Metrics: ...
 
 
-# Those of this process.
 _logs: list[MetricsLog] = []
 
 

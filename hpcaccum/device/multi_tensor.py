@@ -24,12 +24,9 @@ _MOST_OF_A_RESULT = 16384
 
 
 class _Table(NamedTuple):
-    """What a launch over several arrays reads: the arrays, and their pieces.
+    """What a launch over several arrays reads."""
 
-    `arrays` is on the device; it has a row of 4 int64 per array: address, offset in the
-    flat buffer, elements, kind of dtype.
-    """
-
+    # On the device; a row of 4 int64 for each: address, offset, elements, dtype.
     arrays: Any
     chunks: Chunks
 
