@@ -63,11 +63,10 @@ def prepare(args: argparse.Namespace, group: Group) -> Callable[[], None]:
     def check() -> JsonLines:
         if group.size < 2:
             raise InvalidArgumentError("bench plan needs 2 ranks, better 4")
-        if group.rank:
-            return JsonLines("--json", None)
+        path = None if group.rank else args.json
         if not args.force:
-            check_new({"--json": args.json})
-        return JsonLines("--json", args.json)
+            check_new({"--json": path})
+        return JsonLines("--json", path)
 
     output = group.agree("bench plan", check, facts=lambda _: {})
     return functools.partial(_run, args.seconds, group, output)
@@ -144,7 +143,8 @@ def _train(setting: Setting, seconds: float, comm: Any) -> tuple[float, ...]:
         time.sleep(slept)
         return 0.0, grads
 
-    rule, opt = SGD(0.1), None  # type: Any, Any
+    rule = SGD(0.1)
+    opt: Any
     if setting.strategy == "cross-shard":
         opt = CrossShardOptimizer(rule, comm=comm)
     elif setting.strategy == "sync-replicas":

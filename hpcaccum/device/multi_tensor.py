@@ -71,11 +71,6 @@ class PointerTable:
         """Prepare an `unpack`; return what queues it."""
         return self._launch("unpack", flat, arrays)
 
-    def compile(self, packed: np.dtype[Any], unpacked: np.dtype[Any]) -> None:
-        """Compile the kernels that pack into one dtype and unpack from another."""
-        kernels.of_dtype("pack", packed)
-        kernels.of_dtype("unpack", unpacked)
-
     def addition(
         self,
         flat: Any,
