@@ -40,8 +40,6 @@ _SLEEP = 5e-3
 _SIZES = (1 << 12, 1 << 22)
 # Steps that are measured, at least; those of the warm-up.
 _LEAST = 5
-# Seconds between two looks of a rank that does not take part.
-_NAP = 10e-3
 # Steps of the fit; what a cost is multiplied by to find its derivative; damping.
 _STEPS, _CHANGE, _DAMPING = 16, 1.1, 1e-3
 # Updates of a simulation.
@@ -123,16 +121,13 @@ def _settings(group: Group) -> list[Setting]:
 
 def _measure(setting: Setting, seconds: float, group: Group) -> tuple[float, ...]:
     """Return the numbers of `Measured` for the first ranks. Collective."""
-    part = group.comm.Split(group.rank < setting.ranks, group.rank)
-    took: tuple[float, ...] = ()
-    if group.rank < setting.ranks:
-        took = _train(setting, seconds, part)
-    # Others would spin in MPI, and take the cores of those that train.
-    over = group.comm.Ibarrier()
-    while not over.Test():
-        time.sleep(_NAP)
+    trains = group.rank < setting.ranks
+    part = group.comm.Split(trains, group.rank)
+    took = _train(setting, seconds, part) if trains else ()
+    # Others nap here. In a call of MPI they would take the cores of those that train.
+    found = group.allgather(took, "bench plan")
     part.Free()
-    return group.comm.bcast(took)  # type: ignore[no-any-return]
+    return found[0]
 
 
 def _train(setting: Setting, seconds: float, comm: Any) -> tuple[float, ...]:

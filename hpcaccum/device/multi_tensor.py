@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpcaccum.device import kernels
-from hpcaccum.device.arrays import check_array, cupy, is_device
+from hpcaccum.device.arrays import cupy
 from hpcaccum.device.tables import KINDS, RECENT, Chunks, RecentTables, chunked, upload
-from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import Layout
 
 # Elements that a block reads for one result. Blocks of fewer would wait for each other,
@@ -114,16 +113,3 @@ def largest(arrays: Sequence[Any]) -> list[float]:
     found = module.zeros(len(dense), np.float64)
     kernels.prepare("largest", found.dtype, chunks.blocks, found, rows, *chunks)()
     return found.get().tolist()  # type: ignore[no-any-return]
-
-
-def check_device_array(
-    what: str, array: Any, shape: tuple[int, ...], dtypes: Any
-) -> None:
-    """Raise InvalidArgumentError unless kernels can use this array."""
-    if not is_device(array):
-        raise InvalidArgumentError(
-            f"{what} must be an array on the device, got {type(array).__name__}"
-        )
-    if array.shape != shape:
-        raise InvalidArgumentError(f"{what} must have shape {shape}, got {array.shape}")
-    check_array(what, array, dtypes)
