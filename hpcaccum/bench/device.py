@@ -50,7 +50,6 @@ _CLIP = 1.0
 _RATE, _BETA1, _BETA2, _EPSILON = 1e-3, 0.9, 0.999, 1e-8
 # With the bias correction of the first update.
 _FIRST_RATE = _RATE * math.sqrt(1 - _BETA2) / (1 - _BETA1)
-_THREE = np.float32(3)
 
 
 def timed(operation: Callable[[], object]) -> Run:
@@ -192,7 +191,7 @@ class _Sums(DeviceCase):
             total,
         )
         self._contest(
-            "mean", 2, mean, lambda: cupy.divide(total, _THREE, out=target), target
+            "mean", 2, mean, lambda: cupy.divide(total, 3.0, out=target), target
         )
         self._contest("clip", 3, clip, cupy_clip, target, tolerance=1e-3)
         self._add_copy(source)
