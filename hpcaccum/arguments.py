@@ -20,7 +20,6 @@ from hpcaccum.dtypes import (
 )
 from hpcaccum.errors import InvalidArgumentError
 
-# The values of ``reduction_type``.
 REDUCTIONS = ("MEAN", "SUM")
 # Seconds in each unit of a time.
 _UNITS = {"s": 1, "m": 60, "h": 3600}

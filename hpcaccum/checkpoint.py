@@ -295,11 +295,7 @@ def _write(place: Path, arrays: Mapping[str, Array], header: dict[str, str]) -> 
 
 
 def _new(place: Path) -> tuple[Path, Path]:
-    """Return the file of a new checkpoint, and a folder in which to write it.
-
-    A signal handler, or another thread, may save meanwhile: it finds the folder, and
-    takes the next number.
-    """
+    """Return the file of a new checkpoint, and a folder in which to write it."""
     number = max(map(_number, files(place)), default=0)
     while True:
         number += 1
@@ -308,6 +304,7 @@ def _new(place: Path) -> tuple[Path, Path]:
         try:
             folder.mkdir()
         except FileExistsError:
+            # Of a signal handler, or another thread, that saves meanwhile.
             continue
         if not path.exists():
             return folder, path

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from hpcaccum.accumulator import Tally
@@ -36,7 +35,6 @@ class Source(Protocol):
     def _metrics(self) -> Metrics: ...
 
 
-# Those of this process.
 _logs: list[MetricsLog] = []
 
 
@@ -100,12 +98,7 @@ class MetricsLog:
         """Return this log."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close it."""
         self.close()
 

@@ -30,7 +30,6 @@ Servers = str | tuple[int, ...]
 # A number of a quantity, as a regular expression.
 NUMBER = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)"
 
-# The units of a duration, in seconds, and how one looks.
 DURATIONS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 A_DURATION = "must be a time such as 30ms, 1.5s or 200us"
 
@@ -49,7 +48,6 @@ A_DISTRIBUTION = (
     "'exponential MEAN', or a file of times, or of train --log or --trace"
 )
 
-# Formats of pictures.
 PICTURES = (".png", ".svg", ".pdf")
 
 # An hour, in milliseconds.
@@ -319,11 +317,6 @@ def numbers(text: str, what: str) -> tuple[int, ...]:
             )
         found += range(int(ends[1]), last + 1)
     return tuple(found)
-
-
-def widths(text: str) -> tuple[int, ...]:
-    """Return the widths of layers, which commas separate."""
-    return tuple(count(part) for part in text.split(","))
 
 
 def straggler(text: str) -> tuple[int, float]:

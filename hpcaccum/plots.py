@@ -24,9 +24,9 @@ COLORS = (
 _COLUMN, _ROW = 7.2, 4.2
 
 
-def check_picture(path: Path, cure: str = "pip install matplotlib") -> None:
+def check_picture(path: Path | None, cure: str = "pip install matplotlib") -> None:
     """Raise InvalidArgumentError if the file of ``--plot`` cannot be drawn."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
         raise InvalidArgumentError(
             f"--plot needs matplotlib, which is not installed: {cure}"
         )

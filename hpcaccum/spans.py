@@ -11,6 +11,8 @@ import contextlib
 import functools
 import inspect
 import itertools
+import operator
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -138,10 +140,7 @@ def _calls(
 def _steps(
     function: Function, label: Label, describe: Describe | None, recorder: Recorder
 ) -> Function:
-    """Return a function that records when an agent's steps began and ended.
-
-    Other steps run in between, so these spans may overlap.
-    """
+    """Return a generator that records one span, which other steps may overlap."""
 
     @functools.wraps(function)
     def generate(*args: Any, **kwargs: Any) -> Generator[bool, None, Any]:
@@ -154,25 +153,15 @@ def _steps(
     return generate
 
 
-class Marked:
-    """A method that is marked with `traced`; in its place until its class is complete.
+class Mark(NamedTuple):
+    """A marked method, the label of its spans, and what describes each of them."""
 
-    It is `method` of `owner`. `label` is that of its spans, with what `describe` says.
-    """
-
-    def __init__(
-        self, function: Function, name: str, describe: Describe | None
-    ) -> None:
-        self._function, self._name, self.describe = function, name, describe
-
-    def __set_name__(self, owner: type, method: str) -> None:
-        self.owner, self.method = owner, method
-        self.label = Label(self._name, f"{owner.__name__}.{method}")
-        setattr(owner, method, self._function)
-        MARKED.append(self)
+    function: Function
+    label: Label
+    describe: Describe | None
 
 
-MARKED: list[Marked] = []
+MARKED: list[Mark] = []
 
 
 def traced(name: str, describe: Describe | None = None) -> Callable[[F], F]:
@@ -183,7 +172,9 @@ def traced(name: str, describe: Describe | None = None) -> Callable[[F], F]:
     """
 
     def mark(function: F) -> F:
-        return Marked(function, name, describe)  # type: ignore[return-value]
+        label = Label(name, function.__qualname__)
+        MARKED.append(Mark(function, label, describe))
+        return function
 
     return mark
 
@@ -195,11 +186,12 @@ def recorded_by(recorder: Recorder) -> Iterator[None]:
     _running = recorder
     with contextlib.ExitStack() as undo:
         for mark in MARKED:
-            original = vars(mark.owner)[mark.method]
-            wrap = _steps if inspect.isgeneratorfunction(original) else _calls
-            wrapper = wrap(original, mark.label, mark.describe, recorder)
-            undo.callback(setattr, mark.owner, mark.method, original)
-            setattr(mark.owner, mark.method, wrapper)
+            function = mark.function
+            path, _, method = function.__qualname__.rpartition(".")
+            owner = operator.attrgetter(path)(sys.modules[function.__module__])
+            wrap = _steps if inspect.isgeneratorfunction(function) else _calls
+            undo.callback(setattr, owner, method, function)
+            setattr(owner, method, wrap(*mark, recorder))
         try:
             yield
         finally:

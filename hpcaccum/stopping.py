@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Collection
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hpcaccum.arguments import seconds
@@ -92,18 +91,13 @@ class Stopping(Freeable):
         self._requests.begin()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Note no more signals; see the class."""
         self._requests.end()
-        stopped = isinstance(error, SystemExit) and self.status == RESTART
+        stopped = isinstance(error[1], SystemExit) and self.status == RESTART
         if stopped and self._group.rank == 0 and not self._group.lost:
             ask_restart("")
-        super().__exit__(kind, error, trace)
+        super().__exit__(*error)
 
     def agreed(self, step: int) -> bool:
         """Return whether this rank stops now. Not collective.

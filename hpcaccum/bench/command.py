@@ -82,8 +82,7 @@ def _check_outputs(args: argparse.Namespace, inputs: dict[str, Path]) -> None:
     check_apart(outputs, inputs)
     if not args.force:
         check_new(outputs)
-    if args.plot:
-        check_picture(args.plot)
+    check_picture(args.plot)
     for name in "--json", "--csv":
         check_writable(name, outputs[name])
 

@@ -50,7 +50,6 @@ _CLIP = 1.0
 _RATE, _BETA1, _BETA2, _EPSILON = 1e-3, 0.9, 0.999, 1e-8
 # With the bias correction of the first update.
 _FIRST_RATE = _RATE * math.sqrt(1 - _BETA2) / (1 - _BETA1)
-_THREE = np.float32(3)
 
 
 def timed(operation: Callable[[], object]) -> Run:
@@ -105,24 +104,38 @@ class DeviceCase(Case):
     )
 
     def _contest(
-        self, name: str, moves: float, ours: Any, cupy: Any, *checks: Any
+        self,
+        name: str,
+        moves: float,
+        ours: Callable[[], object],
+        cupy: Callable[[], object],
+        *results: Any,
+        tolerance: float = 0.0,
+        check: Callable[[], None] | None = None,
     ) -> None:
-        """Add a task, done by the package and by the best expression of plain CuPy.
+        """Add a task; without a check, plain CuPy must have the same results."""
 
-        It must read and write ``moves`` times the size. A second check is CuPy's.
-        """
+        def compare() -> None:
+            found = [each.copy() for each in results]
+            self.forget()
+            cupy()
+            for each, expected in zip(found, results, strict=True):
+                check_same(each, expected, tolerance)
+
+        rival, more = f"{name} CuPy", self._moving(moves)
+        self._add(name, timed(ours), check or compare, raw=rival, **more)
+        self._add(rival, timed(cupy), reference=True, **more)
+
+    def _moving(self, moves: float) -> dict[str, Any]:
+        """Return what a task has that must read and write ``moves`` times the size."""
         # The bus bandwidth is that of all bytes moved.
-        more: Any = {"floor": (COPY, moves / 2), "bus": moves}
-        rival = f"{name} CuPy" if cupy else None
-        plain = name == COPY
-        self._add(name, timed(ours), checks[0], raw=rival, reference=plain, **more)
-        if cupy:
-            self._add(rival, timed(cupy), checks[-1], reference=True, **more)
+        return {"floor": (COPY, moves / 2), "bus": moves}
 
     def _add_copy(self, source: Any) -> None:
         target = self._result(device.cupy().empty_like(source))
-        copy = functools.partial(device.cupy().copyto, target, source)
-        self._contest(COPY, 2, copy, None, lambda: check_same(target, source))
+        copy = timed(lambda: device.cupy().copyto(target, source))
+        check = functools.partial(check_same, target, source)
+        self._add(COPY, copy, check, reference=True, **self._moving(2))
 
     @functools.cached_property
     def _random(self) -> Any:
@@ -163,32 +176,24 @@ class _Sums(DeviceCase):
             norm = cupy.sqrt(cupy.dot(source, source))
             cupy.multiply(source, cupy.minimum(_CLIP / norm, 1), out=target)
 
-        def check_clip() -> None:
-            factor = min(1, _CLIP / float(cupy.linalg.norm(source)))
-            check_same(target, source * np.float32(factor), 1e-3)
-
         self._contest(
             "add f32",
             3,
             lambda: add("f32", source),
             lambda: cupy.add(total, source, out=total),
-            lambda: check_same(total, source + _THREE),
+            total,
         )
         self._contest(
             "add f16",
             2.5,
             lambda: add("f16", half),
             lambda: cupy.add(total, half, out=total),
-            lambda: check_same(total, half.astype(np.float32) + _THREE),
+            total,
         )
         self._contest(
-            "mean",
-            2,
-            mean,
-            lambda: cupy.divide(total, _THREE, out=target),
-            lambda: check_same(target, total / _THREE),
+            "mean", 2, mean, lambda: cupy.divide(total, 3.0, out=target), target
         )
-        self._contest("clip", 3, clip, cupy_clip, check_clip)
+        self._contest("clip", 3, clip, cupy_clip, target, tolerance=1e-3)
         self._add_copy(source)
 
 
@@ -200,7 +205,7 @@ class _Arrays(DeviceCase):
         flat = self._result(cupy.zeros(layout.size, np.float32), 3)
         parts, sums = layout.views(packed), layout.views(flat)
         arrays, outs = self._normal_arrays(layout), self._normal_arrays(layout)
-        dense = self._result(cupy.empty(elements, np.float32))
+        dense = cupy.empty(elements, np.float32)
         table = PointerTable(layout)
         for out in outs.values():
             self._result(out)
@@ -209,34 +214,27 @@ class _Arrays(DeviceCase):
             for name, array in arrays.items():
                 cupy.add(sums[name], array, out=sums[name])
 
-        def check_added() -> None:
-            check_same(sums, {name: each + _THREE for name, each in arrays.items()})
-
         def cupy_unpack() -> None:
             for name, out in outs.items():
                 cupy.copyto(out, parts[name])
 
         self._contest(
-            "add",
-            3 * share,
-            lambda: table.addition(flat, arrays)(),
-            cupy_add,
-            check_added,
+            "add", 3 * share, lambda: table.addition(flat, arrays)(), cupy_add, flat
         )
         self._contest(
             "pack",
             2 * share,
             lambda: table.pack(flat, arrays),
             lambda: cupy.concatenate(list(arrays.values()), out=dense),
-            lambda: check_same(sums, arrays),
-            lambda: check_same(dense, cupy.concatenate(list(arrays.values()))),
+            # CuPy packs without the gaps of the layout.
+            check=lambda: check_same(sums, arrays),
         )
         self._contest(
             "unpack",
             2 * share,
             lambda: table.unpack(packed, outs),
             cupy_unpack,
-            lambda: check_same(outs, parts),
+            *outs.values(),
         )
         self._add_copy(self._normal(self.count))
 
@@ -271,32 +269,23 @@ class _Rows(DeviceCase):
             more = np.float32(1), refused
             _launch("scatter_add_rows_f32", values.size, *arrays, *sizes, *more)
 
-        def cupy_scatter(total: Any = total, weights: Any = weights) -> None:
+        def cupy_scatter() -> None:
             cupy.add.at(total, rows, values)
             cupy.add.at(weights, rows, 1)
-
-        def check_scatter() -> None:
-            expected = cupy.full_like(total, 6), cupy.zeros_like(weights)
-            cupy_scatter(*expected)
-            check_same(total, expected[0])
-            check_same(weights, expected[1])
 
         def mean() -> None:
             sizes = map(np.int64, (2 * number, _WIDTH))
             _launch("mean_rows_f32", total.size, total, given, *sizes)
 
-        def cupy_mean() -> None:
-            cupy.divide(total, divisors, out=total)
-
         self._contest(
-            "scatter", added / self.nbytes, scatter, cupy_scatter, check_scatter
+            "scatter", added / self.nbytes, scatter, cupy_scatter, total, weights
         )
         self._contest(
             "mean rows",
             divided / self.nbytes,
             mean,
-            cupy_mean,
-            lambda: check_same(total, cupy.full_like(total, 6) / divisors),
+            lambda: cupy.divide(total, divisors, out=total),
+            total,
         )
         self._add_copy(source)
 
@@ -325,23 +314,21 @@ class _Updates(DeviceCase):
             cupy.multiply(scratch, _FIRST_RATE, out=scratch)
             cupy.subtract(value, scratch, out=value)
 
-        def check_adam() -> None:
-            """Check m, v and the variable after one gradient."""
-            check_same(m, source * np.float32(1 - _BETA1), 1e-6)
-            check_same(v, source * source * np.float32(1 - _BETA2), 1e-5)
-            root = cupy.sqrt(v) + np.float32(_EPSILON)
-            check_same(value, 3 - np.float32(_FIRST_RATE) * m / root, 1e-6)
-
         self._contest(
             "sgd",
             3,
             lambda: sgd.apply_gradients(pairs),
             # Complete only with a rate of 1: any other needs a second pass.
             lambda: cupy.subtract(value, source, out=value),
-            lambda: check_same(value, _THREE - source),
+            value,
         )
         self._contest(
-            "adam", 7, lambda: adam.apply_gradients(pairs), cupy_adam, check_adam
+            "adam",
+            7,
+            lambda: adam.apply_gradients(pairs),
+            cupy_adam,
+            *(value, m, v),
+            tolerance=1e-6,
         )
         self._add_copy(source)
 
@@ -373,7 +360,7 @@ class _Rounds(DeviceCase):
             check_same(accumulator.take_grad(2), grad)
 
         self._ready.append(ready)
-        self._contest(name, moves, apply, None, check)
+        self._add(name, timed(apply), check, **self._moving(moves))
 
     def forget(self) -> None:
         """Overwrite the results."""

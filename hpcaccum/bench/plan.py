@@ -40,8 +40,6 @@ _SLEEP = 5e-3
 _SIZES = (1 << 12, 1 << 22)
 # Steps that are measured, at least; those of the warm-up.
 _LEAST = 5
-# Seconds between two looks of a rank that does not take part.
-_NAP = 10e-3
 # Steps of the fit; what a cost is multiplied by to find its derivative; damping.
 _STEPS, _CHANGE, _DAMPING = 16, 1.1, 1e-3
 # Updates of a simulation.
@@ -63,11 +61,10 @@ def prepare(args: argparse.Namespace, group: Group) -> Callable[[], None]:
     def check() -> JsonLines:
         if group.size < 2:
             raise InvalidArgumentError("bench plan needs 2 ranks, better 4")
-        if group.rank:
-            return JsonLines("--json", None)
+        path = None if group.rank else args.json
         if not args.force:
-            check_new({"--json": args.json})
-        return JsonLines("--json", args.json)
+            check_new({"--json": path})
+        return JsonLines("--json", path)
 
     output = group.agree("bench plan", check, facts=lambda _: {})
     return functools.partial(_run, args.seconds, group, output)
@@ -124,16 +121,13 @@ def _settings(group: Group) -> list[Setting]:
 
 def _measure(setting: Setting, seconds: float, group: Group) -> tuple[float, ...]:
     """Return the numbers of `Measured` for the first ranks. Collective."""
-    part = group.comm.Split(group.rank < setting.ranks, group.rank)
-    took: tuple[float, ...] = ()
-    if group.rank < setting.ranks:
-        took = _train(setting, seconds, part)
-    # Others would spin in MPI, and take the cores of those that train.
-    over = group.comm.Ibarrier()
-    while not over.Test():
-        time.sleep(_NAP)
+    trains = group.rank < setting.ranks
+    part = group.comm.Split(trains, group.rank)
+    took = _train(setting, seconds, part) if trains else ()
+    # Others nap here. In a call of MPI they would take the cores of those that train.
+    found = group.allgather(took, "bench plan")
     part.Free()
-    return group.comm.bcast(took)  # type: ignore[no-any-return]
+    return found[0]
 
 
 def _train(setting: Setting, seconds: float, comm: Any) -> tuple[float, ...]:
@@ -144,7 +138,8 @@ def _train(setting: Setting, seconds: float, comm: Any) -> tuple[float, ...]:
         time.sleep(slept)
         return 0.0, grads
 
-    rule, opt = SGD(0.1), None  # type: Any, Any
+    rule = SGD(0.1)
+    opt: Any
     if setting.strategy == "cross-shard":
         opt = CrossShardOptimizer(rule, comm=comm)
     elif setting.strategy == "sync-replicas":

@@ -16,7 +16,6 @@ from hpcaccum.bench.report import Columns, figure
 from hpcaccum.mpi import MPI
 
 _LAYERS, _SAMPLES = 3, 8
-# A power of two.
 _RATE = 2.0**-10
 # Steps whose losses are compared, and the relative difference that rounding may make.
 _COMPARED, _ROUNDING = 3, 1e-4

@@ -42,7 +42,6 @@ _PERIOD = 4
 _HALF = "bfloat16"
 # Relative error of a sum and of parameters that were rounded to it.
 _ROUNDED = 2.0**-7
-# Names of figures.
 OUT, IN, OTHER_OUT, OTHER_IN, LINK, FLOOR, TIME = (
     "bytes out of the host's node",
     "bytes into the host's node",

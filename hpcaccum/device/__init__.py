@@ -15,6 +15,7 @@ from hpcaccum.device.arrays import (
     all_on_device,
     check_array,
     check_current,
+    check_device_array,
     copy_quietly,
     copyto,
     cupy,
@@ -32,7 +33,7 @@ from hpcaccum.device.arrays import (
     to_host,
     use_device,
 )
-from hpcaccum.device.multi_tensor import PointerTable, check_device_array, largest
+from hpcaccum.device.multi_tensor import PointerTable, largest
 from hpcaccum.device.nccl import NcclSum, card, unique_id
 from hpcaccum.device.transfer import Transfer
 

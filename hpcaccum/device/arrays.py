@@ -210,6 +210,19 @@ def check_array(what: str, array: Any, floats: Iterable[Any]) -> None:
     check_current(what, array.data.device_id)
 
 
+def check_device_array(
+    what: str, array: Any, shape: tuple[int, ...], dtypes: Any
+) -> None:
+    """Raise InvalidArgumentError unless kernels can use this array."""
+    if not is_device(array):
+        raise InvalidArgumentError(
+            f"{what} must be an array on the device, got {type(array).__name__}"
+        )
+    if array.shape != shape:
+        raise InvalidArgumentError(f"{what} must have shape {shape}, got {array.shape}")
+    check_array(what, array, dtypes)
+
+
 def all_on_device(what: str, arrays: Iterable[Any]) -> bool:
     """Whether all arrays are on the device; False for no array."""
     found = {is_device(array) for array in arrays}

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpcaccum.device import kernels
-from hpcaccum.device.arrays import check_array, cupy, is_device
+from hpcaccum.device.arrays import cupy
 from hpcaccum.device.tables import KINDS, RECENT, Chunks, RecentTables, chunked, upload
-from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.layout import Layout
 
 # Elements that a block reads for one result. Blocks of fewer would wait for each other,
@@ -24,12 +23,9 @@ _MOST_OF_A_RESULT = 16384
 
 
 class _Table(NamedTuple):
-    """What a launch over several arrays reads: the arrays, and their pieces.
+    """What a launch over several arrays reads."""
 
-    `arrays` is on the device; it has a row of 4 int64 per array: address, offset in the
-    flat buffer, elements, kind of dtype.
-    """
-
+    # On the device; a row of 4 int64 for each: address, offset, elements, dtype.
     arrays: Any
     chunks: Chunks
 
@@ -74,11 +70,6 @@ class PointerTable:
         """Prepare an `unpack`; return what queues it."""
         return self._launch("unpack", flat, arrays)
 
-    def compile(self, packed: np.dtype[Any], unpacked: np.dtype[Any]) -> None:
-        """Compile the kernels that pack into one dtype and unpack from another."""
-        kernels.of_dtype("pack", packed)
-        kernels.of_dtype("unpack", unpacked)
-
     def addition(
         self,
         flat: Any,
@@ -122,16 +113,3 @@ def largest(arrays: Sequence[Any]) -> list[float]:
     found = module.zeros(len(dense), np.float64)
     kernels.prepare("largest", found.dtype, chunks.blocks, found, rows, *chunks)()
     return found.get().tolist()  # type: ignore[no-any-return]
-
-
-def check_device_array(
-    what: str, array: Any, shape: tuple[int, ...], dtypes: Any
-) -> None:
-    """Raise InvalidArgumentError unless kernels can use this array."""
-    if not is_device(array):
-        raise InvalidArgumentError(
-            f"{what} must be an array on the device, got {type(array).__name__}"
-        )
-    if array.shape != shape:
-        raise InvalidArgumentError(f"{what} must have shape {shape}, got {array.shape}")
-    check_array(what, array, dtypes)

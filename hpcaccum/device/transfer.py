@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcaccum.device import kernels
 from hpcaccum.device.arrays import (
     Pinned,
     check_current,
@@ -48,7 +49,7 @@ class Transfer:
             self._coming = module.zeros(layout.size, received)
         self._out = module.cuda.Stream(non_blocking=True)
         self._back = module.cuda.Stream(non_blocking=True)
-        self._whole = [slice(0, layout.size)]
+        self._whole = slice(0, layout.size)
         # To cut a piece takes as long as to queue its copy.
         self._pieces: dict[tuple[int, int], tuple[Any, Any]] = {}
         self._pinned: dict[int, Pinned] = {}
@@ -64,8 +65,9 @@ class Transfer:
 
     def compile(self) -> None:
         """Compile the kernels now instead of during the first transfer."""
-        for packed in (self._leaving.dtype, self._coming.dtype):
-            self._table.compile(packed, self._coming.dtype)
+        for flat in self._leaving, self._coming:
+            kernels.of_dtype("pack", flat.dtype)
+        kernels.of_dtype("unpack", self._coming.dtype)
 
     def pin(self, memory: Array) -> None:
         """Pin host memory for DMA, until `free`. Idempotent."""
@@ -87,7 +89,7 @@ class Transfer:
         current_stream().record(self._packed)
         self._out.wait_event(self._packed)
         events = []
-        for piece in self._whole if pieces is None else pieces:
+        for piece in [self._whole] if pieces is None else pieces:
             part, _ = self._piece(piece)
             part.get(stream=self._out, out=host[piece], blocking=False)
             events.append(new_event())
@@ -112,12 +114,11 @@ class Transfer:
         current_stream().wait_event(self._free_from)
         self._table.pack(flat, arrays)
 
-    def fetch(self, host: Array, piece: slice | None = None) -> None:
+    def fetch(self, host: Array, piece: slice) -> None:
         """Begin to copy a piece of host memory to the flat buffer on the device.
 
         The memory must not be changed before `settle`.
         """
-        piece = self._whole[0] if piece is None else piece
         if not self._read:
             self._back.wait_event(self._free_from)
         _, part = self._piece(piece)

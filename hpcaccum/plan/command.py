@@ -83,8 +83,7 @@ def prepare(args: argparse.Namespace) -> Callable[[], None]:
     """Check all options; return the command, ready to call."""
     found = _settings(args)
     check_apart({"--json": args.json, "--plot": args.plot}, {})
-    if args.plot:
-        check_picture(args.plot)
+    check_picture(args.plot)
     return functools.partial(_run, args, found, JsonLines("--json", args.json))
 
 

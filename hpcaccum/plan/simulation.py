@@ -428,14 +428,12 @@ class Events:
         return there
 
     def _cross(self, start: float, node: int, back: int = 0) -> float:
-        """Send a push to the servers; or ``back``, what so many updates have changed.
-
-        Return when it is there. In fact, each server gets a part; links carry the same.
-        """
+        """Send a push, or ``back`` what so many updates changed; return its arrival."""
         if not (took := self._crossings[node]):
             return start
         if back and self._setting.touched < 1:
             took *= self._setting.changed(back) / self._setting.pushed
+        # In fact, each server gets a part; links carry the same.
         server = next(self._servers[back > 0])
         server = (server + (server == node)) % self._setting.servers
         source, target = (server, node) if back else (node, server)

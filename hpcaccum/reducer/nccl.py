@@ -126,10 +126,8 @@ def _check_apart(cards: tuple[str, ...]) -> None:
 
 
 def _connected(group: Group, identity: bytes) -> NcclSum:
-    """Connect in a thread, because NCCL has no time limit. Collective.
-
-    Each rank writes to shared memory how that has ended, for ranks whose NCCL waits.
-    """
+    """Connect in a thread, because NCCL has no time limit. Collective."""
+    # Each rank writes how that has ended, for ranks whose NCCL waits.
     memory = NodeMemory(group, [8] * group.size)
     ends = [part.view(np.int64) for part in memory.parts]
     device, made, failures = current_device(), list[NcclSum](), list[Exception]()

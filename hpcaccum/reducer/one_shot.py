@@ -45,7 +45,6 @@ class OneShot(Schedule):
             [p[: layout.size] for p in both],
             [p[layout.size :] for p in both],
         ]
-        # Those that count.
         self._summed = self._copies.copy()
         self._own = [layout.views(copies[group.rank]) for copies in self._copies]
         # Two blocks, used in turn as the copies are. Of each rank: twice the number of

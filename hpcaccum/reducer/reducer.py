@@ -220,11 +220,9 @@ class Reducer(Freeable):
             schedule.prepare(weight, mean=mean, scales=False)
 
     def _choose_factor(self, inputs: Mapping[str, Any], names: int) -> None:
-        """Decide whether this call's weight multiplies arrays as they are copied.
-
-        That costs no time. The sum multiplies arrays in place, on a device, or in half
-        precision.
-        """
+        """Decide whether this call's weight multiplies arrays as they are copied."""
+        # That costs no time. The sum multiplies arrays in place, on a device, or in
+        # half precision.
         schedule = self._schedule
         if schedule.weight == 1 or self._started:
             return

@@ -428,14 +428,11 @@ class MessageSchedule(Schedule):
                 call.reduced(number)
 
     def _agree(self, number: int, meanwhile: Callable[[], bool] | None = None) -> bool:
-        """Return whether a number is the same on all ranks; add their weights.
-
-        Waits for all ranks, and until ``meanwhile`` returns True.
-        """
+        """Return whether a number is the same on all ranks; add their weights."""
         exchange = self._exchange
         exchange.begin(number, self.weight)
         test = exchange.test
-        # Both: neither goes on unless it is tested.
+        # Until both return True; neither goes on unless it is tested.
         self._wait(test if meanwhile is None else lambda: meanwhile() & test())
         self.total_weight = exchange.weight
         self.divisor = exchange.weight if self.mean else 1.0

@@ -53,8 +53,7 @@ def _open_files(options: Options, rank: int) -> JsonLines:
         check_writable("--trace", options.trace)
     if rank != options.reporter:
         return JsonLines("--log", None)
-    if options.plot is not None:
-        check_picture(options.plot, "pip install scikit-learn matplotlib, or --no-plot")
+    check_picture(options.plot, "pip install scikit-learn matplotlib, or --no-plot")
     # `hpcaccum run` starts a training again with the same options.
     return JsonLines("--log", options.log, append=options.resume)
 

@@ -54,7 +54,7 @@ def _add_task(group: argparse._ArgumentGroup) -> None:
     text += "y_test, by default a fifth of each class (default: scikit-learn's digits)"
     add(group, "--data", Path, text, metavar="FILE.npz")
     text = "widths of the hidden layers (64)"
-    add(group, "--hidden", values.widths, text, (64,), "64,32")
+    add(group, "--hidden", values.several(values.count), text, [64], "64,32")
     add(group, "--batch", values.count, "samples of one gradient (16)", 16)
     text = "passes over the training set, by all ranks together; dropped gradients do "
     add(group, "--epochs", values.count, f"{text}not count (30)", 30)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -17,7 +19,8 @@ from ..common import WAIT
 
 
 def methods():
-    return {row.label.category: vars(row.owner)[row.method] for row in MARKED}
+    names = {f.__qualname__: sys.modules[f.__module__] for f, *_ in MARKED}
+    return {each: operator.attrgetter(each)(module) for each, module in names.items()}
 
 
 @pytest.fixture

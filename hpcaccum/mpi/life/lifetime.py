@@ -10,7 +10,6 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from hpcaccum.deadline import Deadline, current_wait
@@ -135,14 +134,9 @@ class Freeable:
         """Return the object itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Free it. After an exception leave it open: other ranks may not free it."""
-        if kind is None:
+        if error[0] is None:
             self.free()
 
 
