@@ -169,7 +169,7 @@ class NodeParts(Service):
         order = list(places), count, dtype.str
         self.tell([self.agent.node], "collect", call, order, divisor, {*copied})
         try:
-            self.agent.wait(
+            self.agent.waiting.wait(
                 lambda: abs(self._done.read(call[0])) == call[1],
                 deadline,
                 self._missing,

@@ -253,7 +253,7 @@ class OrderLoop(Loop):
             meanwhile()
             return self._publisher.made() >= version
 
-        self._publisher.changed.wait(
+        self._publisher.waiting.wait(
             made,
             deadline,
             lambda: self._publisher.under_way(version) or "its own agent",

@@ -262,7 +262,7 @@ class Orders(Service):
         self._order[: len(data)] = np.frombuffer(data, np.uint8)
         self._given += 1
         self._words.write(_GIVEN, self._given)
-        self.publisher.changed.announce()
+        self.publisher.waiting.wake()
         done = self._words.watch(_DONE)
         while done() < self._given or not is_complete(sent):
             yield False
@@ -276,7 +276,7 @@ class Orders(Service):
         """Wait for the next update; carry out orders of other kinds before it."""
         given, done = self._words.watch(_GIVEN), self._words.watch(_DONE)
         while not self._ended:
-            self.publisher.changed.wait(
+            self.publisher.waiting.wait(
                 lambda: given() > done(), deadline, lambda: "an order"
             )
             self._words.sync()
