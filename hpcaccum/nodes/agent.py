@@ -19,9 +19,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
-
 from hpcaccum.deadline import EAGER, Deadline, Waiting, Wake
+from hpcaccum.dtypes import quiet
 from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError, plural
 from hpcaccum.mpi import (
     MPI,
@@ -308,8 +307,7 @@ class Agent:
 
     def _run(self) -> None:
         last = time.monotonic()
-        # No warning: an overflow of a sum shows up as inf in the result.
-        with short_switch_interval(), np.errstate(all="ignore"):
+        with short_switch_interval(), quiet():
             while not self._stopped:
                 busy, idle = self._look(), time.monotonic() - last
                 if not busy and idle < EAGER:

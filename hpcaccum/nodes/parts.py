@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpcaccum.deadline import Deadline
-from hpcaccum.dtypes import Array
+from hpcaccum.dtypes import Array, quiet
 from hpcaccum.errors import LostRankError
 from hpcaccum.mpi import AtomicWords, Group, NodeMemory, keep
 from hpcaccum.nodes.agent import Agent, Service, Steps
@@ -193,7 +193,7 @@ class NodeParts(Service):
         divisor: float,
     ) -> Array:
         whole, out = [slice(0, count)], np.empty(count, dtype)
-        with np.errstate(all="ignore"):
+        with quiet():
             sums = [self._sum_of(there, whole, np.empty_like(out)) for there in nodes]
             add_in_order(sums, out, divisor)
         return out

@@ -141,11 +141,7 @@ class Client(Freeable):
     def pull(
         self, into: Mapping[str, Array], *, at_least: int = 0, known: int = -1
     ) -> int:
-        """Copy the newest parameters that this node has; return their step.
-
-        They are copied once, from memory of the node. Another node than the root's
-        gets newer ones when one of its ranks waits for them.
-        """
+        """Copy the newest parameters that this node has; return their step."""
         here = self._publisher.version()
         if here == known and here >= at_least:
             return known
@@ -204,10 +200,7 @@ class Client(Freeable):
             self.waited += deadline.waited
 
     def expect(self, step: int) -> None:
-        """Have the parameters of a step, which has this rank's gradient, sent here.
-
-        They are sent when they are made; `leave` waits for them.
-        """
+        """Have the parameters of a step sent here; `leave` waits for them."""
         self._expected = step
         if step != self._coming:
             self._publisher.fetch(version_of(step))
@@ -296,10 +289,7 @@ class Client(Freeable):
     # device is done, so they never overlap.
 
     def _device_buffer(self) -> Transfer:
-        """Return what copies to and from the device; allocates at the first call.
-
-        The device then accesses gradients and parameters of this rank directly.
-        """
+        """Return what copies to and from the device, made at the first call."""
         if self._transfer is None:
             gradients = self._wire.gradients
             self._transfer = Transfer(gradients, gradients.dtype, gradients.dtype)

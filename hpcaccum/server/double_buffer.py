@@ -61,10 +61,7 @@ class DoubleBuffer:
         return (self._words.read(_NEWEST) >> 1) - 1
 
     def has(self, version: int) -> Callable[[], bool]:
-        """Return what finds out whether a version, or a newer one, is complete.
-
-        For a rank that polls; a `read` then gets it.
-        """
+        """Return what finds out whether a version, or a newer one, is complete."""
         newest, least = self._words.watch(_NEWEST), (version + 1) << 1
         return lambda: newest() >= least
 

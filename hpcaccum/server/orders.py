@@ -128,10 +128,7 @@ class Orders(Service):
     def divide(
         self, arrays: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, dict[str, Any]]:
-        """Send each server its part of arrays of the root; return it. Collective.
-
-        It is by name of the variable, and empty if this rank is no server.
-        """
+        """Return this server's part of arrays of the root, if any. Collective."""
         comm, tag, root = self.agent.comm, self.tag(_START), self._servers[0]
         start = Deadline(None, f"{self._what}: start of servers")
         mine: dict[str, dict[str, Any]] = {}
