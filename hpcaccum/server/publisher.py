@@ -205,7 +205,7 @@ class Publisher(Service):
         self._places: dict[int, int] = {}
         # The versions for which ranks of this node wait, and the one that it has asked
         # for; the one that it receives, and the servers whose parts of it are missing.
-        self._waiting: set[int] = set()
+        self._wanted: set[int] = set()
         self._asked: int | None = None
         self._receiving: int | None = None
         self._lacks: set[int] = set()
@@ -342,12 +342,12 @@ class Publisher(Service):
 
     def _do_fetch(self, version: int) -> None:
         if self.copies.version() < version:
-            self._waiting.add(version)
+            self._wanted.add(version)
             self._ask()
 
     def _ask(self) -> None:
         """Ask for the least version that ranks wait for, unless it was asked for."""
-        least = min(self._waiting, default=None)
+        least = min(self._wanted, default=None)
         if least is not None and (self._asked is None or least < self._asked):
             self._asked = least
             self.tell(self.nodes[:1], "want", self.agent.node, least)
@@ -387,7 +387,7 @@ class Publisher(Service):
         if not self._lacks:
             self.complete_here(version)
             self._receiving = self._asked = None
-            self._waiting = {each for each in self._waiting if each > version}
+            self._wanted = {each for each in self._wanted if each > version}
             self._ask()
 
     @traced("receive")
