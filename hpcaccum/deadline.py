@@ -277,21 +277,72 @@ class Wake:
         """Return whether `wake` is called in this time, or was since the last nap."""
         return self._lock.acquire(timeout=seconds)
 
-    def until(self, fact: Callable[[], bool]) -> Callable[[float], bool | None]:
-        """Return what naps unless something is true; for `Deadline.block`."""
-
-        def attempt(seconds: float) -> bool | None:
-            if not fact():
-                self.nap(seconds)
-            return fact() or None
-
-        return attempt
-
     def wake(self) -> None:
         """End the nap, or the next one."""
         # It is free already if nobody has napped since the last call.
         with contextlib.suppress(RuntimeError):
             self._lock.release()
+
+
+class Waiting:
+    """Waits for what changes in memory that ranks share.
+
+    If another thread of this rank makes or sees the change, the waits block until it
+    calls `wake` or `look`: if they polled, they would take the interpreter from it.
+    """
+
+    def __init__(self, *, blocks: bool) -> None:
+        self._blocks = blocks
+        # Those that block. The lock is held during `look`: what a fact reads may be
+        # freed after the wait. Reentrant, for a signal handler that waits.
+        self._waits: list[tuple[Callable[[], bool], Wake]] = []
+        self._lock = threading.RLock()
+
+    def wait(
+        self,
+        fact: Callable[[], bool],
+        deadline: Deadline,
+        missing: Callable[[], str],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """Wait until something is true; if it polls, call ``meanwhile`` in between."""
+
+        def found() -> bool | None:
+            if fact():
+                return True
+            if meanwhile is not None:
+                meanwhile()
+            return None
+
+        if not self._blocks:
+            deadline.wait(found, missing)
+            return
+        woken = Wake()
+
+        def attempt(seconds: float) -> bool | None:
+            if not fact():
+                woken.nap(seconds)
+            return fact() or None
+
+        with self._lock:
+            self._waits.append((fact, woken))
+        try:
+            deadline.block(attempt, missing)
+        finally:
+            with self._lock:
+                self._waits.remove((fact, woken))
+
+    def look(self) -> None:
+        """Wake those that wait for something that is true now."""
+        with self._lock:
+            for fact, woken in self._waits:
+                if fact():
+                    woken.wake()
+
+    def wake(self) -> None:
+        """Wake all of them, which look themselves: a fact may do more than look."""
+        for _, woken in list(self._waits):
+            woken.wake()
 
 
 def _seconds(timeout: float | None) -> float:

@@ -17,6 +17,11 @@ HALVES = (np.dtype(np.float16), BFLOAT16)
 FLOATS = (*HALVES, np.dtype(np.float32), np.dtype(np.float64))
 
 
+def quiet() -> np.errstate:
+    """Return a context without warnings: an overflow shows up as inf in the result."""
+    return np.errstate(all="ignore")
+
+
 def float_dtype(dtype: Any, what: str = "dtype") -> np.dtype[Any]:
     """Return ``dtype`` as a NumPy dtype that can be accumulated."""
     try:

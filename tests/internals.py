@@ -92,7 +92,7 @@ def _after(owner: Any, name: str, call: Callable[..., object]) -> Any:
 _STEPS: dict[str, Callable[[Any], tuple[Any, str]]] = {
     # A gradient is admitted; the same of DropStaleGradientOptimizer.
     "admit": lambda owner: (_shared(owner).writer, "_admit"),
-    "put": lambda optimizer: (optimizer._server._inbox, "put"),
+    "put": lambda optimizer: (optimizer._server.inbox, "put"),
     # After a push, of which the second argument is the receipt.
     "pushed": lambda optimizer: (optimizer, "_after"),
     # The gradients of a closed round are added; rows are copied to the device.
@@ -120,7 +120,7 @@ def before(step: str, owner: Any, call: Callable[..., object]) -> Any:
 def fail_when_accepted(optimizer: Any, error: type[BaseException]) -> Any:
     """Return a patch: gradients of this rank are accepted, and then it raises."""
     failing = mock.Mock(side_effect=error)
-    return _after(optimizer._server._inbox, "submit", failing)
+    return _after(optimizer._server.inbox, "submit", failing)
 
 
 # Accumulators
@@ -184,7 +184,7 @@ def before_records(owner: Any, call: Callable[[], object]) -> Any:
 
 
 def _shared(owner: Any) -> Any:
-    return owner._server._inbox if hasattr(owner, "_server") else owner._shared
+    return owner._server.inbox if hasattr(owner, "_server") else owner._shared
 
 
 # Optimizers with a server
@@ -207,17 +207,17 @@ def step_here(optimizer: Any) -> int:
 
 def admitted_step(optimizer: Any) -> int:
     """Return the step that the next gradient is compared with; may be ahead."""
-    return int(optimizer._server._inbox.global_step)
+    return int(optimizer._server.inbox.global_step)
 
 
 def left(optimizer: Any) -> list[int]:
     """Return the ranks that have left."""
-    return list(optimizer._server._inbox.membership.left())
+    return list(optimizer._server.inbox.membership.left())
 
 
 def gradient_bytes(optimizer: Any) -> int:
     """Return the memory of this rank for gradients."""
-    return int(optimizer._server._inbox.parts.nbytes_here)
+    return int(optimizer._server.inbox.parts.nbytes_here)
 
 
 def reducer(optimizer: Any) -> Any:
@@ -247,7 +247,7 @@ def missing(optimizer: Any, step: int) -> str:
 
 def admit_update(optimizer: Any) -> Callable[[], None]:
     """Have a gradient of DropStaleGradientOptimizer admitted; return what puts it."""
-    queue, rank = optimizer._server._inbox, optimizer._group.rank
+    queue, rank = optimizer._server.inbox, optimizer._group.rank
     receipt = queue.admit(rank, 0)
     assert receipt
 

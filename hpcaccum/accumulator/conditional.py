@@ -28,7 +28,7 @@ from hpcaccum.arguments import (
 )
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import copyto
-from hpcaccum.dtypes import Array, accumulation_dtype
+from hpcaccum.dtypes import Array, accumulation_dtype, quiet
 from hpcaccum.errors import FreedError, InvalidArgumentError
 from hpcaccum.mpi import Freeable, Group, group_of
 from hpcaccum.nodes import LostNodeError
@@ -550,8 +550,7 @@ class ConditionalAccumulator(Accumulator):
             result_array(target, dtype, shape)
         # What is for the device is computed in CPU memory.
         result = target if isinstance(target, np.ndarray) else np.empty(shape, dtype)
-        # No warning: an overflow shows up as inf in the result.
-        with np.errstate(all="ignore"):
+        with quiet():
             self._storage.total(closed, result.reshape(-1), deadline)
         if target is None or target is result:
             return result

@@ -17,7 +17,7 @@ from hpcaccum.accumulator.storage import RowBuffers, RowGradient
 from hpcaccum.arguments import positive_weight, step_number
 from hpcaccum.deadline import Deadline
 from hpcaccum.device import cupy, current_stream
-from hpcaccum.dtypes import Array
+from hpcaccum.dtypes import Array, quiet
 from hpcaccum.mpi import Group, group_of
 from hpcaccum.rows import IndexedSlices
 
@@ -233,8 +233,7 @@ class SparseConditionalAccumulator(Accumulator):
     ) -> SparseGradient:
         row, storage = closed.shape, self._storage
         assert isinstance(storage, RowBuffers)
-        # No warning: an overflow shows up as inf in the result.
-        with np.errstate(all="ignore"):
+        with quiet():
             rows = storage.total_rows(closed, math.prod(row), deadline)
             values = rows.values
             if self._settings.reduction == "MEAN" and (rows.weights != 1).any():

@@ -19,7 +19,7 @@ from hpcaccum.accumulator.batch import Batch
 from hpcaccum.accumulator.settings import ROWS, SLOTS, SUM, Settings
 from hpcaccum.accumulator.state import Closed, Record
 from hpcaccum.deadline import Deadline
-from hpcaccum.dtypes import Array, accumulation_dtype
+from hpcaccum.dtypes import Array, accumulation_dtype, quiet
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Group, Region
 from hpcaccum.nodes import NodeParts, Place, is_short
@@ -142,8 +142,7 @@ class Buffers:
             _store(buffer, grad, 1.0 if self._rows else weight)
             return
         more, factors = device.to_host(grad).reshape(-1), (before.factor, weight)
-        # No warning: an overflow shows up as inf in the result.
-        with np.errstate(all="ignore"):
+        with quiet():
             for place, rows in self._rows_of(more):
                 parts = [place.rows(buffer), rows]
                 place.write(buffer, merged([*map(weighted, parts, factors)]))
@@ -190,7 +189,7 @@ class Buffers:
         """Return a gradient in the dtype of buffers, if it may be sent at once."""
         if not self.parts.is_sent(self._capacity * self._dtype.itemsize):
             return None
-        with np.errstate(all="ignore"):
+        with quiet():
             return np.asarray(device.to_host(grad), self._dtype).tobytes()
 
     def keep(self, rank: int, index: int, contents: bytes) -> None:
@@ -274,7 +273,7 @@ class RowBuffers(Buffers):
             return
         rows = rows._replace(values=device.to_host(rows.values))
         parts, factors = [place.rows(buffer), rows], (before.factor, weight)
-        with np.errstate(all="ignore"):
+        with quiet():
             place.write(buffer, merged([*map(weighted, parts, factors)]))
 
     def total_rows(self, closed: Closed, width: int, deadline: Deadline) -> Rows:

@@ -19,9 +19,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
-
-from hpcaccum.deadline import EAGER, Deadline, Wake
+from hpcaccum.deadline import EAGER, Deadline, Waiting, Wake
+from hpcaccum.dtypes import quiet
 from hpcaccum.errors import InvalidArgumentError, WaitTimeoutError, plural
 from hpcaccum.mpi import (
     MPI,
@@ -113,6 +112,7 @@ class Agent:
         leaders: The rank of each node's agent. The nodes are in the order of `Group`.
         hosts: The name of each node.
         node: The number of this rank's node.
+        waiting: For changes on this node; the agent looks for threads of its rank.
 
     Raises:
         InvalidArgumentError: On every rank, if MPI provides no THREAD_MULTIPLE.
@@ -132,10 +132,7 @@ class Agent:
         # Requests of this rank to its own agent.
         self._own: deque[tuple[Any, ...]] = deque()
         self._awake = Wake()
-        # What threads of this rank wait for, and what wakes them. The lock is held
-        # while the agent looks, at memory that they may free afterwards.
-        self._facts: list[tuple[Callable[[], bool], Wake]] = []
-        self._looking = threading.RLock()
+        self.waiting = Waiting(blocks=self.is_leader)
         # By node, requests of this rank that its agent may not have received yet.
         self._sent: list[list[Any]] = [[] for _ in self.leaders]
         # Of each service, how many requests this rank has sent.
@@ -288,29 +285,6 @@ class Agent:
         """Have the agent look for work often now, if it is a thread of this rank."""
         self._awake.wake()
 
-    def wait(
-        self,
-        fact: Callable[[], bool],
-        deadline: Deadline,
-        missing: Callable[[], str],
-    ) -> None:
-        """Wait until something is true.
-
-        On leaders the thread of the agent looks: if this one polled, both would take
-        the interpreter from each other.
-        """
-        if not self.is_leader:
-            deadline.wait(lambda: fact() or None, missing)
-            return
-        woken = Wake()
-        with self._looking:
-            self._facts.append((fact, woken))
-        try:
-            deadline.block(woken.until(fact), missing)
-        finally:
-            with self._looking:
-                self._facts.remove((fact, woken))
-
     # The thread
 
     def _start(self) -> None:
@@ -333,8 +307,7 @@ class Agent:
 
     def _run(self) -> None:
         last = time.monotonic()
-        # No warning: an overflow of a sum shows up as inf in the result.
-        with short_switch_interval(), np.errstate(all="ignore"):
+        with short_switch_interval(), quiet():
             while not self._stopped:
                 busy, idle = self._look(), time.monotonic() - last
                 if not busy and idle < EAGER:
@@ -351,10 +324,7 @@ class Agent:
             busy = busy or done is not False
             if done is None:
                 self._running.remove(entry)
-        with self._looking:
-            for fact, woken in self._facts:
-                if fact():
-                    woken.wake()
+        self.waiting.look()
         return busy
 
     def _accept(self) -> bool:

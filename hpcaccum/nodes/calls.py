@@ -140,7 +140,7 @@ class Calls(Service):
             if time.monotonic() < polls_until:
                 os.sched_yield()
             else:
-                self.agent.wait(changed, deadline, missing)
+                self.agent.waiting.wait(changed, deadline, missing)
         return found
 
     def handle(self, source: int, call: int, *question: Any) -> Steps:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpcaccum.deadline import Deadline
-from hpcaccum.dtypes import Array
+from hpcaccum.dtypes import Array, quiet
 from hpcaccum.errors import LostRankError
 from hpcaccum.mpi import AtomicWords, Group, NodeMemory, keep
 from hpcaccum.nodes.agent import Agent, Service, Steps
@@ -26,6 +25,10 @@ from hpcaccum.nodes.transfer import (
 )
 from hpcaccum.spans import traced
 from hpcaccum.summation import add_in_order
+
+# Words of a node: how many sums its ranks have asked for; the number of the one that is
+# complete, negative if it has failed; the node whose sum the agent waits for, plus 1.
+_ASKED, _DONE, _AWAITED = range(3)
 
 
 class Place(NamedTuple):
@@ -90,22 +93,14 @@ class NodeParts(Service):
         self._parts = dict(zip(ranks, memory.parts, strict=True))
         # Of the last sum; of the whole node.
         self._result = memory.common
-        self._rank_inside, self._sums = inside.rank, 0
         self.sends_short = not self.mapped
         self.narrowing: Narrowing | None = None
         # Of ranks on other nodes, on a leader: copies of what is in their parts.
         self._kept: dict[int, Array] = {}
         if self.mapped:
             return
-        with contextlib.ExitStack() as undo:
-            # Of each rank of the node: how many of its sums are complete, negative if
-            # the last one has failed. At the end: the node whose sum the agent waits
-            # for, plus 1.
-            self._done = AtomicWords(inside, 0, inside.size + 1)
-            undo.callback(self._done.free)
-            agent = Agent.of(group)
-            undo.pop_all()
-        self._awaited = inside.size
+        agent = Agent.of(group)
+        self._words = AtomicWords(inside, 0, 3)
         # Whether the agent writes a result, which a rank may have given up meanwhile.
         self._collecting = False
         agent.add(self)
@@ -164,21 +159,16 @@ class NodeParts(Service):
         """
         if self.agent.is_leader and (here := self._all_here(places, copied)):
             return self._sum_here(here, count, dtype, divisor)
-        self._sums += 1
-        call = self._rank_inside, self._sums
-        order = list(places), count, dtype.str
-        self.tell([self.agent.node], "collect", call, order, divisor, {*copied})
-        try:
-            self.agent.wait(
-                lambda: abs(self._done.read(call[0])) == call[1],
-                deadline,
-                self._missing,
-            )
-        except BaseException:
-            # If the agent has not begun, it must not do so during a later sum.
-            self._done.write(*call)
-            raise
-        if self._done.read(call[0]) < 0:
+        words = self._words
+        number = words.read(_ASKED) + 1
+        # First: the agent begins no earlier sum, which was given up, from now on.
+        words.write(_ASKED, number)
+        order = number, list(places), count, dtype.str, divisor, {*copied}
+        self.tell([self.agent.node], "collect", *order)
+        self.agent.waiting.wait(
+            lambda: abs(words.read(_DONE)) == number, deadline, self._missing
+        )
+        if words.read(_DONE) < 0:
             raise LostNodeError
         return self._result[: count * dtype.itemsize].view(dtype)
 
@@ -203,7 +193,7 @@ class NodeParts(Service):
         divisor: float,
     ) -> Array:
         whole, out = [slice(0, count)], np.empty(count, dtype)
-        with np.errstate(all="ignore"):
+        with quiet():
             sums = [self._sum_of(there, whole, np.empty_like(out)) for there in nodes]
             add_in_order(sums, out, divisor)
         return out
@@ -223,7 +213,7 @@ class NodeParts(Service):
         return total
 
     def _missing(self) -> str:
-        node, agent = self._done.read(self._awaited) - 1, self.agent
+        node, agent = self._words.read(_AWAITED) - 1, self.agent
         # Its own if it waits for none.
         return f"the sum of {agent.describe([agent.node if node < 0 else node])}"
 
@@ -242,16 +232,17 @@ class NodeParts(Service):
 
     def _do_collect(
         self,
-        call: tuple[int, int],
-        order: tuple[list[Place], int, str],
+        number: int,
+        places: list[Place],
+        count: int,
+        name: str,
         divisor: float,
         copied: set[int],
     ) -> Steps:
         """Set the result to a sum over nodes."""
-        (rank, number), (places, count, name) = call, order
         while self._collecting:
             yield False
-        if abs(self._done.read(rank)) >= number:
+        if number < self._words.read(_ASKED):
             return
         self._collecting = True
         dtype, mine = np.dtype(name), self.agent.leaders[self.agent.node]
@@ -265,7 +256,7 @@ class NodeParts(Service):
         except LostNodeError:
             number = -number
         self._collecting = False
-        self._done.write(rank, number)
+        self._words.write(_DONE, number)
 
     def _narrows(self, dtype: np.dtype[Any]) -> Narrowing | None:
         """Return how sums of a dtype travel, if not as they are."""
@@ -332,7 +323,7 @@ class NodeParts(Service):
             for each in incoming.values():
                 each.take()
             yield True
-        self._done.store_unordered(self._awaited, 0)
+        self._words.store_unordered(_AWAITED, 0)
 
     def _discard(self, incoming: Mapping[int, Incoming]) -> Steps:
         """Receive what other nodes send, so that no later sum receives it."""
@@ -349,7 +340,7 @@ class NodeParts(Service):
         for node, each in incoming.items():
             if each.first() is None:
                 # For messages only.
-                self._done.store_unordered(self._awaited, node + 1)
+                self._words.store_unordered(_AWAITED, node + 1)
             while (part := each.first()) is None:
                 if self.agent.is_gone(node):
                     raise LostNodeError
@@ -384,6 +375,6 @@ class NodeParts(Service):
         """Free the memory. Collective. Views stay valid."""
         if not self.mapped:
             self.agent.remove(self.number, f"{self._what}: free")
-            self._done.free()
+            self._words.free()
         self._parts, self._result = {}, np.empty(0, np.uint8)
         self._kept.clear()

@@ -341,7 +341,7 @@ class OneSidedOptimizer(Wrapper):
         """
         variables = self._prepare(var_list)
         served = self._open()[0]
-        step = served.server.useful(served.server.recent_step)
+        step = served.server.inbox.useful(served.server.recent_step)
         served.useful = max(served.useful, step)
         served.pull()
         return self.inner.compute_gradients(loss, variables, *args, **kwargs)
@@ -392,7 +392,7 @@ class OneSidedOptimizer(Wrapper):
             self._begin_with(variables)
         served = self._training()
         self._check_known(variables)
-        served[0].server.check_present()
+        served[0].server.inbox.membership.check_present()
         receipt = self._drop() if self._drops(pairs) else self._send(pairs, weight)
         if receipt.sent:
             if counter is not None:

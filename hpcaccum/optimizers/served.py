@@ -90,7 +90,7 @@ class Served:
             return
         self.useful = self.server.step
         self.pull()
-        self.useful = self.server.useful(receipt.global_step)
+        self.useful = self.server.inbox.useful(receipt.global_step)
 
     # The center: its updates, on servers
 

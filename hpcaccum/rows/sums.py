@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpcaccum.dtypes import Array
+from hpcaccum.dtypes import Array, quiet
 
 # Elements that are added by one call of NumPy, which needs the position of each.
 _CHUNK = 1 << 16
@@ -31,8 +31,7 @@ class Rows(NamedTuple):
 
 def distinct(indices: Array, values: Array, dtype: np.dtype[Any]) -> Rows:
     """Return the rows of one gradient, which may repeat them in any order."""
-    # No warning: an overflow shows up as inf in the result.
-    with np.errstate(all="ignore"):
+    with quiet():
         if indices.size > 1 and not (indices[1:] > indices[:-1]).all():
             indices, values, _, _ = _add(indices, values, dtype)
         values = values.astype(dtype, copy=False)
@@ -47,7 +46,7 @@ def merged(parts: Sequence[Rows]) -> Rows:
     if len(parts) == 1:
         return parts[0]
     indices, weights, values = map(np.concatenate, zip(*parts, strict=True))
-    with np.errstate(all="ignore"):
+    with quiet():
         indices, values, order, begins = _add(indices, values, values.dtype)
     weights = np.add.reduceat(weights[order], begins) if weights.size else weights
     return Rows(indices, weights, values)

@@ -139,12 +139,10 @@ class BoundedStalenessInbox:
     # A rank
 
     def buffer(self, known: int = 0) -> Array:
-        """Return the memory for this rank's next gradient; waits for its last update.
-
-        If this rank has the parameters of that step, ``known``, it asks nobody.
-        """
+        """Return the memory for this rank's next gradient, after its last update."""
         self._settle()
         step, root = self._submitted, self._words.root
+        # Without a question if this rank has pulled that update: it has step ``known``.
         Deadline(None, f"{self._what}: slot").wait(
             lambda: known >= step or self._words.read(_APPLIED) >= step or None,
             lambda: f"update {step}, this rank's last, by rank {root}",
@@ -210,10 +208,8 @@ class BoundedStalenessInbox:
             self._answer()
 
     def useful(self, step: int) -> int:
-        """Return the least step whose parameters are worth computing with at a step.
-
-        With a negative ``max_lag`` none are accepted, and ``step`` is returned.
-        """
+        """Return the least step whose parameters are worth computing with at a step."""
+        # With a negative one, none are accepted.
         lag = max(self._max_lag, 0)
         return 0 if math.isinf(lag) else step - int(lag)
 
@@ -311,10 +307,7 @@ class BoundedStalenessInbox:
         return self._found[step]
 
     def _find_final(self, step: int) -> Found | None:
-        """Return as `_find`, or that the gradient of a step is lost.
-
-        Raises EverybodyLeftError if none can come.
-        """
+        """Return as `_find`, or that it is lost; raise EverybodyLeftError."""
         if (found := self._find(step)) is not None:
             return found
         if self._is_lost(step):

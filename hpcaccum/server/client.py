@@ -42,6 +42,7 @@ class Client(Freeable):
         waited: Seconds that this rank has waited in `push` and `pull`.
         rounds: Whether what is sent to other nodes is rounded.
         on_device: Whether the variables, and so their gradients, are on the device.
+        inbox: Where gradients go.
     """
 
     def __init__(self, setup: ServerSetup, rule: ElementwiseRule | None) -> None:
@@ -60,11 +61,11 @@ class Client(Freeable):
         self.rounds = narrow is not None
         with contextlib.ExitStack() as undo:
             of = wire.size, wire.gradients.dtype, wire.rows
-            self._inbox = setup.make_inbox(setup.what, *of)
-            undo.callback(self._inbox.free)
+            self.inbox = setup.make_inbox(setup.what, *of)
+            undo.callback(self.inbox.free)
             if narrow is not None:
                 dtype, end = wire.gradients.dtype, wire.present.start
-                self._inbox.parts.narrowing = Narrowing(dtype, narrow, end)
+                self.inbox.parts.narrowing = Narrowing(dtype, narrow, end)
             self._copier = Copier(wire, setup.group, self._root, narrow)
             undo.callback(self._copier.free)
             # A single server has all, also what is not an element of a variable.
@@ -79,7 +80,7 @@ class Client(Freeable):
             undo.callback(self._publisher.free)
             self._orders: Orders | None = None
             if parts:
-                self._orders = Orders(setup, parts, self._inbox, self._publisher)
+                self._orders = Orders(setup, parts, self.inbox, self._publisher)
                 undo.callback(self._orders.free)
             self._node_update = self._make_node_update(rule)
             undo.pop_all()
@@ -103,7 +104,7 @@ class Client(Freeable):
         self._expected = -1
         self.waited = 0.0
         # What `free` still has to call.
-        parts_made = self._node_update, self._inbox, self._orders
+        parts_made = self._node_update, self.inbox, self._orders
         made = *parts_made, self._publisher, self._copier
         self._to_free = [each.free for each in made if each is not None]
 
@@ -114,7 +115,7 @@ class Client(Freeable):
         one_vector = alike and not self._wire.rows
         if rule is None or not self._group.single_node or not one_vector:
             return None
-        parts, copies = self._inbox.parts, self._publisher.copies
+        parts, copies = self.inbox.parts, self._publisher.copies
         return NodeUpdate(self._group, self._root, rule, layout, parts, copies)
 
     def _describe(self) -> str:
@@ -132,7 +133,7 @@ class Client(Freeable):
     @property
     def recent_step(self) -> int:
         """The step as of a moment ago; a load if a newer one is hardly possible."""
-        if self._inbox.needs_all:
+        if self.inbox.needs_all:
             return self._publisher.version()
         return self._publisher.recent()
 
@@ -140,11 +141,7 @@ class Client(Freeable):
     def pull(
         self, into: Mapping[str, Array], *, at_least: int = 0, known: int = -1
     ) -> int:
-        """Copy the newest parameters that this node has; return their step.
-
-        They are copied once, from memory of the node. Another node than the root's
-        gets newer ones when one of its ranks waits for them.
-        """
+        """Copy the newest parameters that this node has; return their step."""
         here = self._publisher.version()
         if here == known and here >= at_least:
             return known
@@ -203,10 +200,7 @@ class Client(Freeable):
             self.waited += deadline.waited
 
     def expect(self, step: int) -> None:
-        """Have the parameters of a step, which has this rank's gradient, sent here.
-
-        They are sent when they are made; `leave` waits for them.
-        """
+        """Have the parameters of a step sent here; `leave` waits for them."""
         self._expected = step
         if step != self._coming:
             self._publisher.fetch(version_of(step))
@@ -214,12 +208,12 @@ class Client(Freeable):
     def _missing(self, step: int) -> str:
         """Describe what the next update waits for, by the words on the root."""
         made = self.step
-        lacks, advice = self._inbox.awaited(made), ""
-        if lacks is not None and self._inbox.adds:
+        lacks, advice = self.inbox.awaited(made), ""
+        if lacks is not None and self.inbox.adds:
             advice = f"; {NO_MORE_DATA}"
         elif lacks is None:
             lacks = f"rank {self._root}, which has all gradients that it needs"
-        left = self._inbox.membership.left()
+        left = self.inbox.membership.left()
         gone = f"{format_ranks(left)} {'has' if len(left) == 1 else 'have'} left"
         return (
             f"update {step} by rank {self._root}, which is at step {made}; the next "
@@ -255,7 +249,7 @@ class Client(Freeable):
         if self._lent is None:
             self.check_not_paused("a push")
             begun = time.monotonic()
-            self._lent = self._inbox.buffer(self._pulled)
+            self._lent = self.inbox.buffer(self._pulled)
             self.waited += time.monotonic() - begun
         return self._lent
 
@@ -272,7 +266,7 @@ class Client(Freeable):
         self._wire.write_gradients(
             grads,
             self._buffer(),
-            clear=self._inbox.adds,
+            clear=self.inbox.adds,
             send=self._send if self.on_device else None,
         )
         # Before: a gradient that was admitted keeps its buffer, also if this raises.
@@ -281,36 +275,25 @@ class Client(Freeable):
             # NumPy refuses writes from now on: they would corrupt a gradient.
             view.flags.writeable = False
         self._views.clear()
-        receipt = self._inbox.submit(local_step, weight)
-        if receipt.accepted and self._inbox.adds:
+        receipt = self.inbox.submit(local_step, weight)
+        if receipt.accepted and self.inbox.adds:
             self._coming = receipt.global_step + 1
         return receipt
 
-    def check_present(self) -> None:
-        """Raise InvalidArgumentError if this rank has left."""
-        self._inbox.membership.check_present()
-
     def drop(self, local_step: int) -> Receipt:
         """Count a gradient that is not finite; return its receipt."""
-        self._inbox.counters.count_nonfinite(self._group.rank)
+        self.inbox.counters.count_nonfinite(self._group.rank)
         return Receipt(False, local_step, self.step, nonfinite=True)
-
-    def useful(self, step: int) -> int:
-        """Return the least step whose parameters are worth computing with at a step."""
-        return self._inbox.useful(step)
 
     # The device. A push and a pull have one buffer there: each of them waits until the
     # device is done, so they never overlap.
 
     def _device_buffer(self) -> Transfer:
-        """Return what copies to and from the device; allocates at the first call.
-
-        The device then accesses gradients and parameters of this rank directly.
-        """
+        """Return what copies to and from the device, made at the first call."""
         if self._transfer is None:
             gradients = self._wire.gradients
             self._transfer = Transfer(gradients, gradients.dtype, gradients.dtype)
-            self._transfer.pin(self._inbox.parts.own)
+            self._transfer.pin(self.inbox.parts.own)
             self._transfer.pin(self._publisher.copies.memory)
         self._transfer.check_device()
         return self._transfer

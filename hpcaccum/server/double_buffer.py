@@ -5,7 +5,6 @@ Rule 10 of docs/architecture.md, "The protocol", says how.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,7 +19,7 @@ T = TypeVar("T")
 
 # A version is a step, and in these bits how often values have been assigned to it.
 _ASSIGNED_BITS = 20
-# The newest complete copy: its version and its number. Then the version of each copy.
+# The version of the newest complete copy, plus 1, and its number; the version of each.
 _NEWEST, _HOLDS = 0, 1
 
 
@@ -52,27 +51,18 @@ class DoubleBuffer:
         self.size, self.dtype = size, np.dtype(dtype)
         used = size * self.dtype.itemsize
         stride = -(-used // ALIGNMENT) * ALIGNMENT
-        with contextlib.ExitStack() as undo:
-            self._words = AtomicWords(group, root, 3)
-            undo.callback(self._words.free)
-            if group.rank == root:
-                # No rank has the memory before all are here.
-                self._words.write(_NEWEST, -2)
-            self.memory = memory_of_rank(group, root, 2 * stride)
-            undo.pop_all()
+        self.memory = memory_of_rank(group, root, 2 * stride)
+        self._words = AtomicWords(group, root, 3)
         pieces = [self.memory[at : at + used] for at in (0, stride)]
         self._copies: list[Array] = [piece.view(self.dtype) for piece in pieces]
 
     def version(self) -> int:
         """Return the version of the newest complete copy; -1 if there is none."""
-        return self._words.read(_NEWEST) >> 1
+        return (self._words.read(_NEWEST) >> 1) - 1
 
     def has(self, version: int) -> Callable[[], bool]:
-        """Return what finds out whether a version, or a newer one, is complete.
-
-        For a rank that polls; a `read` then gets it.
-        """
-        newest, least = self._words.watch(_NEWEST), version << 1
+        """Return what finds out whether a version, or a newer one, is complete."""
+        newest, least = self._words.watch(_NEWEST), (version + 1) << 1
         return lambda: newest() >= least
 
     @property
@@ -90,7 +80,7 @@ class DoubleBuffer:
 
     def complete(self, version: int) -> None:
         """Publish what `begin` returned the memory for."""
-        self._words.write(_NEWEST, version << 1 | self.writing)
+        self._words.write(_NEWEST, (version + 1) << 1 | self.writing)
 
     def copy(self, copy: int) -> Array:
         """Return the memory of a copy, 0 or 1."""
@@ -110,7 +100,7 @@ class DoubleBuffer:
     def newest(self) -> tuple[int, int]:
         """Return the version and the number of the newest complete copy."""
         newest = self._words.read(_NEWEST)
-        return newest >> 1, newest & 1
+        return (newest >> 1) - 1, newest & 1
 
     def has_kept(self, version: int, copy: int) -> bool:
         """Return whether what was read from a copy until now was that of a version."""

@@ -71,8 +71,8 @@ class Loop:
         """Make an update of a batch of gradients."""
         raise NotImplementedError
 
-    def assign(self, deadline: Deadline) -> int:
-        """Assign the values that all servers keep; return their version."""
+    def assign(self, version: int) -> None:
+        """Set the center to what servers keep, and publish it as a version."""
         raise NotImplementedError
 
     # The thread
@@ -169,13 +169,7 @@ class UpdateLoop(Loop):
         what = f"{self._what}: update {batch.step + 1}"
         return self._node_update.apply(batch, flat, what)
 
-    def assign(self, deadline: Deadline) -> int:
-        """Assign the values that were kept; return their version."""
-        version = self._publisher.newest_version() + 1
-        self.publish_kept(version)
-        return version
-
-    def publish_kept(self, version: int) -> None:
+    def assign(self, version: int) -> None:
         """Set the center to what was kept, and publish it as a version."""
         self.center.assign(self.kept)
         self.kept = {}
@@ -259,7 +253,7 @@ class OrderLoop(Loop):
             meanwhile()
             return self._publisher.made() >= version
 
-        self._publisher.changed.wait(
+        self._publisher.waiting.wait(
             made,
             deadline,
             lambda: self._publisher.under_way(version) or "its own agent",
@@ -276,14 +270,13 @@ class OrderLoop(Loop):
         deadline = Deadline(None, f"{self._what}: servers")
         return self._orders.ask(question, deadline)
 
-    def assign(self, deadline: Deadline) -> int:
-        """Order all servers to assign what they kept; return its version."""
-        version = self._publisher.newest_version() + 1
+    def assign(self, version: int) -> None:
+        """Order all servers to assign what they kept."""
         self._give(Order(version), False)
-        if self._thread is not None:
-            self._wait_for_servers(version, deadline)
         # Dedicated servers do it when they serve again.
-        return version
+        if self._thread is not None:
+            deadline = Deadline(None, f"{self._what}: assign")
+            self._wait_for_servers(version, deadline)
 
     def come_back(self) -> None:
         """Let `run` and the loop of this rank's own part serve again."""

@@ -25,7 +25,7 @@ import numpy as np
 
 from hpcaccum.accumulator import Batch
 from hpcaccum.deadline import Deadline
-from hpcaccum.dtypes import Array
+from hpcaccum.dtypes import Array, quiet
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import MPI, AtomicWords, Group, memory_of_rank, or_abort
 from hpcaccum.nodes import NodeParts
@@ -180,7 +180,7 @@ class NodeUpdate:
         if self._pieces == 1:
             # Too short to share.
             update = self._as_update(batch, copy, numbers)
-            with np.errstate(all="ignore"):
+            with quiet():
                 for chunk in self._chunks(0):
                     self._work_on_chunk(chunk, update, self._workers[0][1])
             return True
@@ -232,7 +232,7 @@ class NodeUpdate:
             for slot, values in zip(self._slots, saved, strict=True):
                 slot[chunk] = values[: chunk.stop - chunk.start]
         scratch = self._new_scratch()
-        with np.errstate(all="ignore"):
+        with quiet():
             for chunk in self._chunks(piece)[begun:]:
                 self._work_on_chunk(chunk, update, scratch)
 
@@ -279,8 +279,7 @@ class NodeUpdate:
         busy = self._busy + _APART * worker
         # Before it takes a piece, so that the root knows who may have one.
         words.write(busy, 1)
-        # No warning: an overflow shows up as inf in the result.
-        with np.errstate(all="ignore"):
+        with quiet():
             while (word := words.fetch_add(_NEXT, 1)) & _PIECE < self._pieces:
                 # Words of an update do not change before all pieces are complete.
                 if update is None or word >> _BITS != number:

@@ -68,10 +68,7 @@ class ServerOptions:
         return self.servers
 
     def facts(self, size: int) -> dict[str, Any]:
-        """Return what must be the same on all of so many ranks, checked, by name.
-
-        Also the number of "workers", the ranks that train.
-        """
+        """Return what must be the same on all ranks, and the number that train."""
         host, ranks = _server_ranks(self.servers, self.host, size, self.dedicated)
         return {
             "host": host,

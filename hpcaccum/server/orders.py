@@ -128,10 +128,7 @@ class Orders(Service):
     def divide(
         self, arrays: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, dict[str, Any]]:
-        """Send each server its part of arrays of the root; return it. Collective.
-
-        It is by name of the variable, and empty if this rank is no server.
-        """
+        """Return this server's part of arrays of the root, if any. Collective."""
         comm, tag, root = self.agent.comm, self.tag(_START), self._servers[0]
         start = Deadline(None, f"{self._what}: start of servers")
         mine: dict[str, dict[str, Any]] = {}
@@ -262,7 +259,7 @@ class Orders(Service):
         self._order[: len(data)] = np.frombuffer(data, np.uint8)
         self._given += 1
         self._words.write(_GIVEN, self._given)
-        self.publisher.changed.announce()
+        self.publisher.waiting.wake()
         done = self._words.watch(_DONE)
         while done() < self._given or not is_complete(sent):
             yield False
@@ -276,7 +273,7 @@ class Orders(Service):
         """Wait for the next update; carry out orders of other kinds before it."""
         given, done = self._words.watch(_GIVEN), self._words.watch(_DONE)
         while not self._ended:
-            self.publisher.changed.wait(
+            self.publisher.waiting.wait(
                 lambda: given() > done(), deadline, lambda: "an order"
             )
             self._words.sync()

@@ -245,10 +245,7 @@ class Copier:
         return flat[self._wire.parameters.size :].view(np.int64)[:1]
 
     def rows_of(self, name: str, rows: Array | None) -> Array | None:
-        """Return which of sorted rows are those of a variable, numbered within it.
-
-        None for all of them, if all were given or the variable is not sparse.
-        """
+        """Return a variable's part of sorted rows, numbered within it; None for all."""
         if rows is None or name not in self.tables:
             return None
         table = self.tables[name]

@@ -10,7 +10,7 @@ import numpy as np
 
 from hpcaccum.accumulator import Batch
 from hpcaccum.deadline import Deadline
-from hpcaccum.dtypes import Array
+from hpcaccum.dtypes import Array, quiet
 from hpcaccum.layout import ALIGNMENT, Layout
 from hpcaccum.nodes import Place
 from hpcaccum.server.double_buffer import DoubleBuffer, step_of, version_of
@@ -151,7 +151,7 @@ class Center:
         if len(batch.places) == 1 and batch.divisor == 1:
             # Every variable has one gradient or none, so nothing is changed.
             return batch.views(size)[0]
-        with np.errstate(all="ignore"):
+        with quiet():
             batch.total(self._room(batch.dtype), deadline, self._threads)
         return self._room(batch.dtype)
 
@@ -159,7 +159,7 @@ class Center:
         """Return a mean times its factor; a rank may still read the mean itself."""
         scaled, arrays = self._room(mean.dtype)[: mean.size], self.wire.present.start
         np.copyto(scaled, mean)
-        with np.errstate(all="ignore"):
+        with quiet():
             scaled[:arrays] *= mean.dtype.type(factor)
         return scaled
 

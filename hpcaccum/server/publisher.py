@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 
 import numpy as np
 
-from hpcaccum.deadline import Deadline, Wake
+from hpcaccum.deadline import Deadline, Waiting
 from hpcaccum.dtypes import Array
 from hpcaccum.errors import format_ranks
 from hpcaccum.mpi import Group
@@ -56,50 +56,6 @@ _RECENT = 1e-3
 _NEWEST, _MADE = 0, 1
 # No version: of a node that has none.
 _NONE = -1
-
-
-class Change:
-    """Changes of memory of a node, which one thread makes and all its ranks wait for.
-
-    If it is ``made_here``, by a thread of this rank, its other threads block: if they
-    polled, they would take the interpreter from it.
-    """
-
-    def __init__(self, *, made_here: bool) -> None:
-        self._made_here = made_here
-        # What wakes each call of `wait` that blocks.
-        self._blocked: list[Wake] = []
-
-    def announce(self) -> None:
-        """Wake the threads of this rank, after a change."""
-        for each in list(self._blocked):
-            each.wake()
-
-    def wait(
-        self,
-        fact: Callable[[], bool],
-        deadline: Deadline,
-        missing: Callable[[], str],
-        meanwhile: Callable[[], None] | None = None,
-    ) -> None:
-        """Wait until something is true."""
-
-        def found() -> bool | None:
-            if fact():
-                return True
-            if meanwhile is not None:
-                meanwhile()
-            return None
-
-        if not self._made_here:
-            deadline.wait(found, missing)
-            return
-        announced = Wake()
-        self._blocked.append(announced)
-        try:
-            deadline.block(announced.until(fact), missing)
-        finally:
-            self._blocked.remove(announced)
 
 
 class Promises:
@@ -193,7 +149,7 @@ class Publisher(Service):
         server_here: Number of the server of this node; -1 if there is none.
         copies: Where the ranks of this node read.
         own: Where the server of this node publishes its part; only if there is one.
-        changed: Announced by this thread, after what others of this rank wait for.
+        waiting: For what the writer of this node's copies, or its agent, changes.
         turns: Runs what the agent of a server does, one after the other.
     """
 
@@ -216,7 +172,7 @@ class Publisher(Service):
         inside, writer = writer_inside(group, root)
         if several:
             writer = 0
-        self.changed = Change(made_here=inside.rank == writer)
+        self.waiting = Waiting(blocks=inside.rank == writer)
         # When a step has come for which this rank waited.
         self._came = -math.inf
         with contextlib.ExitStack() as undo:
@@ -249,7 +205,7 @@ class Publisher(Service):
         self._places: dict[int, int] = {}
         # The versions for which ranks of this node wait, and the one that it has asked
         # for; the one that it receives, and the servers whose parts of it are missing.
-        self._waiting: set[int] = set()
+        self._wanted: set[int] = set()
         self._asked: int | None = None
         self._receiving: int | None = None
         self._lacks: set[int] = set()
@@ -291,7 +247,7 @@ class Publisher(Service):
         """
         if not comes:
             self.fetch(version)
-        self.changed.wait(
+        self.waiting.wait(
             self.copies.has(version),
             deadline,
             lambda: self.under_way(version) or missing(),
@@ -323,7 +279,7 @@ class Publisher(Service):
     def complete_here(self, version: int) -> None:
         """Let the ranks of this node read what `copies.begin` returned memory for."""
         self.copies.complete(version)
-        self.changed.announce()
+        self.waiting.wake()
 
     # A server
 
@@ -374,7 +330,7 @@ class Publisher(Service):
     def note_made(self, server: int, version: int) -> None:
         """Note the newest version of a server."""
         self._words.write(_MADE + server, version)
-        self.changed.announce()
+        self.waiting.wake()
 
     _do_made = note_made
 
@@ -386,12 +342,12 @@ class Publisher(Service):
 
     def _do_fetch(self, version: int) -> None:
         if self.copies.version() < version:
-            self._waiting.add(version)
+            self._wanted.add(version)
             self._ask()
 
     def _ask(self) -> None:
         """Ask for the least version that ranks wait for, unless it was asked for."""
-        least = min(self._waiting, default=None)
+        least = min(self._wanted, default=None)
         if least is not None and (self._asked is None or least < self._asked):
             self._asked = least
             self.tell(self.nodes[:1], "want", self.agent.node, least)
@@ -431,7 +387,7 @@ class Publisher(Service):
         if not self._lacks:
             self.complete_here(version)
             self._receiving = self._asked = None
-            self._waiting = {each for each in self._waiting if each > version}
+            self._wanted = {each for each in self._wanted if each > version}
             self._ask()
 
     @traced("receive")

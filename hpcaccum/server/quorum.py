@@ -76,10 +76,7 @@ class QuorumInbox(SharedAccumulator):
         self.protocol.set_step(step)
 
     def buffer(self, known: int = 0) -> Array:
-        """Return the memory for this rank's next gradient.
-
-        It has the parameters of the step ``known``.
-        """
+        """Return memory for the next gradient of this rank, which has ``known``."""
         # The server takes one round after the other, and publishes a step before the
         # take of its round returns.
         self.writer.note_finished(known - 1)

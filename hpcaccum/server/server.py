@@ -82,9 +82,9 @@ class ParameterServer(Client):
         self._dedicated = bool(setup.options.dedicated)
         self.only_serves = self._dedicated and self.is_server
         if self._dedicated:
-            self._inbox.membership.exclude(self._servers)
+            self.inbox.membership.exclude(self._servers)
         if self.is_root:
-            self._inbox.set_global_step(step)
+            self.inbox.set_global_step(step)
         if self.is_server:
             self._make_loops()
         self._register(group, group.label(what))
@@ -96,7 +96,7 @@ class ParameterServer(Client):
         """Make the loop of this rank's part of the center, and that of the root."""
         what, orders, step = self._what, self._orders, self._setup.step
         self._loop = loop = self._updates = UpdateLoop(
-            orders or self._inbox,
+            orders or self.inbox,
             self._update_lock if orders is None else UpdateLock(what),
             what,
             self._make_center(),
@@ -105,10 +105,10 @@ class ParameterServer(Client):
         )
         loop.set_step(step)
         if orders is not None:
-            orders.assign = loop.publish_kept
+            orders.assign = loop.assign
             if self.is_root:
                 self._loop = self._ordering = OrderLoop(
-                    self._inbox, self._update_lock, what, orders, loop
+                    self.inbox, self._update_lock, what, orders, loop
                 )
                 self._ordering.set_step(step)
 
@@ -218,15 +218,15 @@ class ParameterServer(Client):
 
         Each rank that trains calls it. Gradients that were accepted are applied first.
         """
-        members = self._inbox.membership
+        members = self.inbox.membership
         if self._dedicated and not self.only_serves and not members.has_left:
             members.comes_back = True
-            self._inbox.leave()
+            self.inbox.leave()
 
     @property
     def is_suspended(self) -> bool:
         """Whether ranks have suspended this server, which has ended its loop."""
-        return self._inbox.membership.some_come_back()
+        return self.inbox.membership.some_come_back()
 
     def assign(self, values: Mapping[str, Array]) -> int:
         """Set the center to values between two updates; return the step. Collective.
@@ -244,7 +244,8 @@ class ParameterServer(Client):
         try:
             if self.is_root:
                 with self.paused():
-                    version = self._loop.assign(Deadline(None, call))
+                    version = self._publisher.newest_version() + 1
+                    self._loop.assign(version)
         except Exception as error:
             failure = error
         self.come_back()
@@ -257,7 +258,7 @@ class ParameterServer(Client):
 
     def come_back(self) -> None:
         """End what `suspend` has begun, before all ranks meet."""
-        self._inbox.membership.come_back()
+        self.inbox.membership.come_back()
         if self.only_serves and self._served:
             self._loop.come_back()
             if self._orders is not None:
@@ -312,7 +313,7 @@ class ParameterServer(Client):
         """Return the gradients accepted and dropped so far, of all ranks."""
         if self._final is not None:
             return self._final.tally
-        tally, earlier = self._inbox.counters.tally(), self._setup.tally
+        tally, earlier = self.inbox.counters.tally(), self._setup.tally
         return tally if earlier is None else earlier + tally
 
     # The end
@@ -323,7 +324,7 @@ class ParameterServer(Client):
             # A quorum shrinks when a rank leaves: first, its last gradient must count.
             if (step := self._expected) > self._publisher.version():
                 self._wait_for(version_of(step), Deadline(None, f"{self._what}: leave"))
-            self._inbox.leave()
+            self.inbox.leave()
 
     def leave_with(self, other: ParameterServer) -> None:
         """Leave two servers at the end of either; both train the same ranks."""
@@ -347,7 +348,7 @@ class ParameterServer(Client):
     def lose(self, rank: int) -> None:
         """Have updates no longer wait for a rank."""
         if self.is_root:
-            self._inbox.membership.lose_rank(rank)
+            self.inbox.membership.lose_rank(rank)
 
     def _free(self) -> None:
         self.check_not_paused("free()")

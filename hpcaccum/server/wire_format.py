@@ -11,7 +11,7 @@ import numpy as np
 
 from hpcaccum.accumulator import Batch
 from hpcaccum.device import copy_quietly
-from hpcaccum.dtypes import Array
+from hpcaccum.dtypes import Array, quiet
 from hpcaccum.layout import Layout
 from hpcaccum.overlap import overlap, same_elements
 from hpcaccum.rows import (
@@ -126,8 +126,7 @@ class WireFormat:
             if shares[name]:
                 weight = _unrounded(float(shares[name]) * divisor)
                 mean = merged(parts)
-                # No warning: an overflow shows up as inf in the result.
-                with np.errstate(all="ignore"):
+                with quiet():
                     if weight != 1:
                         mean = mean._replace(values=mean.values / weight)
                     mean = weighted(mean, factor)

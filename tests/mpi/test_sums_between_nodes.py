@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from hpcaccum import ConditionalAccumulator, WaitTimeoutError
+from hpcaccum.deadline import Deadline
+from hpcaccum.nodes import NodeParts, Place
 from tests import internals
 
 from .acting import VAIN, WAIT, Background, at, everywhere, meet, same_bits
@@ -130,6 +132,35 @@ def test_sum_that_was_given_up_does_not_disturb_the_next(
     same_bits(at(-1, take, acc), mean(group, range(size)))
     everywhere(apply, acc, rank, 1, seed=1)
     same_bits(at(0, take, acc), mean(group, range(size), seed=1))
+
+
+@pytest.mark.ranks(min=3)
+def test_sum_that_was_given_up_is_not_begun_after_another(group, size):
+    node = max(range(len(group.nodes)), key=lambda each: len(group.nodes[each]))
+    leader, *others = group.nodes[node]
+    if not others:
+        pytest.skip("no two ranks share a node")
+    parts, found = NodeParts(group, 2 * COUNT * 8, "parts"), []
+    parts.own.view("f8")[: 2 * COUNT] = np.repeat([1, 2], COUNT)
+    meet()
+
+    def add(index, timeout):
+        places = [Place(each, index * COUNT * 8) for each in range(size)]
+        limit = Deadline(timeout, "sum")
+        found.append(parts.sum(places, COUNT, np.dtype("f8"), 1, limit))
+
+    with internals.hold_agent(group, node) as go_on:
+        with pytest.raises(WaitTimeoutError):
+            at(others[0], add, 0, VAIN)
+        # The agent gets requests of its own rank first.
+        background = Background(leader, lambda: add(1, WAIT))
+        meet()
+        go_on()
+        background.result()
+    # When the agent has nothing left to do. Views stay valid.
+    parts.free()
+    for each in found:
+        assert (each == 2 * size).all()
 
 
 def test_the_agent_of_the_own_node_is_named_if_it_does_nothing(make, held, group, rank):

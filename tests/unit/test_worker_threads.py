@@ -8,8 +8,7 @@ import threading
 import pytest
 
 from hpcaccum import worker_threads as helpers
-from hpcaccum.deadline import Deadline, Wake
-from hpcaccum.server.publisher import Change
+from hpcaccum.deadline import Deadline, Waiting, Wake
 from hpcaccum.worker_threads import run_pieces
 
 from ..common import VAIN, WAIT
@@ -110,8 +109,9 @@ def test_nap_ends_when_another_thread_says_so():
     assert result == [True]
 
 
-def test_wait_ends_with_the_change():
-    change, happened = Change(made_here=True), []
+@pytest.mark.parametrize("end", [Waiting.wake, Waiting.look])
+def test_wait_ends_with_the_change(end):
+    waiting, happened = Waiting(blocks=True), []
     begun = threading.Event()
 
     def fact():
@@ -119,14 +119,14 @@ def test_wait_ends_with_the_change():
         return bool(happened)
 
     thread = threading.Thread(
-        target=change.wait, args=(fact, Deadline(WAIT, "test"), str)
+        target=waiting.wait, args=(fact, Deadline(WAIT, "test"), str)
     )
     thread.start()
     assert begun.wait(WAIT)
     # Nothing has happened yet: the wait goes on.
-    change.announce()
+    end(waiting)
     happened.append(True)
-    change.announce()
+    end(waiting)
     thread.join(WAIT)
 
     assert not thread.is_alive()
