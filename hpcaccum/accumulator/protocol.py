@@ -202,25 +202,17 @@ class AdmissionProtocol:
         return Admitted(receipt, parity, held, record, complete)
 
     def arrive(self, rank: int, admitted: Admitted) -> None:
-        """Publish that a gradient is in place.
+        """Publish what a rank has in a round, and then that it has no intent.
 
-        Raises LostRankError if its rank was given up: the round may be over without it.
+        Without a receipt, its last gradient does not come. Raises LostRankError if the
+        rank was given up: the round may be over without it.
         """
         self.membership.check_counts(rank)
-        assert admitted.receipt is not None
-        # First: a gradient that was taken is in the counts.
-        self.counters.count(rank, True, admitted.receipt.lag)
-        self.put_record(rank, admitted.parity, admitted.record)
-
-    def abandon(self, rank: int, admitted: Admitted) -> None:
-        """Publish that a gradient was admitted and does not come; as `arrive`."""
-        self.membership.check_counts(rank)
-        self.put_record(rank, admitted.parity, admitted.before)
-
-    def put_record(self, rank: int, parity: int, record: Record | None) -> None:
-        """Publish what a rank has in a round, and then that it has no intent."""
-        memory, index = self.words.memory, parity * self._size + rank
-        word = 0
+        if admitted.receipt is not None:
+            # First: a gradient that was taken is in the counts.
+            self.counters.count(rank, True, admitted.receipt.lag)
+        memory, index = self.words.memory, admitted.parity * self._size + rank
+        record, word = admitted.record, 0
         if record:
             # Before the record, so that a rank that reads the record finds its weight.
             memory[self._weights + index] = bits(record.weight)
