@@ -119,7 +119,7 @@ class Writer:
         if calls is None or calls.near:
             if calls is not None:
                 # Gradients of other ranks often come soon: the agent stops its nap.
-                calls.wake()
+                calls.agent.wake()
             return self._protocol.admit(self._rank, request)
         sent = None if misfit else storage.short(array)
         if sent is not None:
