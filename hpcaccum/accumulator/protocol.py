@@ -231,6 +231,12 @@ class AdmissionProtocol:
             ranks = [rank for rank in ranks if rank not in lost]
         return ranks
 
+    def is_joined(self) -> bool:
+        """Whether a rank may be writing a gradient; on the host's node."""
+        end = self._intents + _APART * self._size
+        words = self.words.memory[self._intents : end : _APART]
+        return any(words.tolist()) and any(map(self.open_intents, range(2)))
+
     def holds_gradient(self, parity: int) -> bool:
         """Return whether this rank has a record of the round of this parity."""
         return self.words.read(self._records + parity * self._size + self._rank) != 0

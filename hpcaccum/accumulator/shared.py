@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import cast
 
 from hpcaccum.accumulator.host_calls import FarTake, HostCalls
 from hpcaccum.accumulator.protocol import AdmissionProtocol
 from hpcaccum.accumulator.receipts import Tally
-from hpcaccum.accumulator.settings import Settings
+from hpcaccum.accumulator.settings import SUM, Settings
 from hpcaccum.accumulator.state import Closed
 from hpcaccum.accumulator.storage import make_storage
 from hpcaccum.accumulator.take import Take
@@ -48,6 +48,10 @@ class SharedAccumulator(Freeable):
         self.calls: HostCalls | None = None
         if not group.single_node:
             self.calls = HostCalls(group, self.protocol, self.storage, what)
+        self._end_arrivals: Callable[[], None] | None = None
+        if self.calls is not None and self.calls.leads and settings.storage == SUM:
+            # What ranks of other nodes add moves when MPI is called, little at a time.
+            self._end_arrivals = group.progress.expect(self.protocol.is_joined)
         self.writer = Writer(self.protocol, self.storage, group.rank, self.calls, what)
         self._register(group, group.label(what))
 
@@ -131,6 +135,9 @@ class SharedAccumulator(Freeable):
         self.writer.free()
         if self.calls is not None:
             self.calls.free()
+        if self._end_arrivals is not None:
+            self._end_arrivals()
+            self._end_arrivals = None
         self.storage.free()
         self.protocol.words.free()
 
