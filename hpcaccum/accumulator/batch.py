@@ -64,11 +64,14 @@ class Batch:
 
         If all lie on this node, every vector is read once and ``out`` written once.
         """
-        if self.is_local:
-            parts = self.views(out.size)
-            add_in_order(parts, out, self.divisor, threads, self.factors)
-        else:
+        if not (self.parts.mapped or self.is_local):
             add_in_order([self.collect(out.size, deadline)], out, 1, threads)
+            return
+        vectors, factors = [], []
+        for place in self.places:
+            vectors.append(self.parts.view(place, out.size, self.dtype))
+            factors.append(place.factor)
+        add_in_order(vectors, out, self.divisor, threads, factors)
 
     def collect(self, count: int, deadline: Deadline) -> Array:
         """Return the weighted sum, divided by `divisor`; between nodes only.

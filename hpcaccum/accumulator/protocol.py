@@ -263,9 +263,9 @@ class AdmissionProtocol:
         tag = (self.words.read(WANT) >> bits) + 1
         self.words.write(WANT, tag << bits | wanted)
 
-    def put_closing(self, closing: State) -> None:
-        """Record what the take closes; once `waiting`, no other take reduces it."""
-        self.words.memory[CLOSED] = self.packing.pack(closing)
+    def put_closing(self, word: int) -> None:
+        """Record the STATE that the take closes, before it does."""
+        self.words.memory[CLOSED] = word
 
     def closing(self) -> State | None:
         """Return what the last take recorded; None if it is complete."""

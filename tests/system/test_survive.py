@@ -142,7 +142,7 @@ WRITE = [
 TAKE = [
     ("turns.TicketLock.draw", "after"),
     ("protocol.AdmissionProtocol.put_closing", "after"),
-    ("protocol.AdmissionProtocol.swap", "after"),
+    ("take.Take._close", "after"),
     ("take.Take._found", "after"),
     ("protocol.AdmissionProtocol.clear_records", "after"),
 ]

@@ -95,22 +95,19 @@ class AtomicWords:
         self.sync()
         return word
 
-    def fetch_add(self, index: int, value: int) -> int:
-        """Add to one word; return its value before."""
-        return self._fetch(index, value, MPI.SUM)
-
     def exchange(self, index: int, value: int) -> int:
         """Set one word, which other ranks may change; return its value before."""
-        return self._fetch(index, value, MPI.REPLACE)
+        return self.fetch_add(index, value, MPI.REPLACE)
 
-    def _fetch(self, index: int, value: int, operation: Any) -> int:
+    def fetch_add(self, index: int, value: int, operation: Any = None) -> int:
+        """Add to one word; return its value before."""
         local = self._local
         if local.pending:
             # No outcome of an earlier change may come later.
             self._complete()
         local.pending = True
         local.result[0], local.origin[0] = _NEVER, value
-        place = self._first + index
+        place, operation = self._first + index, operation or MPI.SUM
         self._window.Fetch_and_op(
             local.origin, local.result, self._window_root, place, operation
         )
