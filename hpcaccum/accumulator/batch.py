@@ -60,10 +60,7 @@ class Batch:
         return [self.parts.view(place, count, self.dtype) for place in self.places]
 
     def total(self, out: Array, deadline: Deadline, threads: int) -> None:
-        """Set ``out`` to the weighted sum of the vectors, divided by `divisor`.
-
-        If all lie on this node, every vector is read once and ``out`` written once.
-        """
+        """Set ``out`` to the weighted sum of the vectors, divided by `divisor`."""
         if not (self.parts.mapped or self.is_local):
             add_in_order([self.collect(out.size, deadline)], out, 1, threads)
             return

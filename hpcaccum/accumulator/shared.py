@@ -57,10 +57,7 @@ class SharedAccumulator(Freeable):
 
     @classmethod
     def attach(cls, group: Group, settings: Settings, what: str) -> SharedAccumulator:
-        """Return the accumulator for one more handle. Collective.
-
-        It is the existing one of this shared name, if there is one.
-        """
+        """Return that of the shared name, or a new one, for a handle. Collective."""
         key = f"{_KEY} {settings.shared_name}"
         shared = cast("SharedAccumulator | None", group.named.get(key))
         if shared is None:

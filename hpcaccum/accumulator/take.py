@@ -58,10 +58,7 @@ class Take:
 
     @traced("take")
     def wait(self, deadline: Deadline) -> Closed:
-        """Wait until the round is closed; return it.
-
-        Its errors are those of `ConditionalAccumulator.take_grad`.
-        """
+        """Wait until the round is closed; return it."""
         try:
             if self._calls is None:
                 return deadline.wait(self.look, self.missing)

@@ -63,10 +63,7 @@ class Writer:
         self._unanswered: Unanswered | None = None
 
     def submit(self, array: Any, local_step: int, weight: float) -> Receipt:
-        """Add a gradient, with a weight, to the open round unless it is stale.
-
-        Its errors are those of `ConditionalAccumulator.apply_grad`.
-        """
+        """Add a gradient, with a weight, to the open round unless it is stale."""
         # What may fail comes before the admission.
         self._storage.prepare(array, weight)
         grad = Gradient(array, local_step, weight)
