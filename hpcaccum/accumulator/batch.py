@@ -60,15 +60,15 @@ class Batch:
         return [self.parts.view(place, count, self.dtype) for place in self.places]
 
     def total(self, out: Array, deadline: Deadline, threads: int) -> None:
-        """Set ``out`` to the weighted sum of the vectors, divided by `divisor`.
-
-        If all lie on this node, every vector is read once and ``out`` written once.
-        """
-        if self.is_local:
-            parts = self.views(out.size)
-            add_in_order(parts, out, self.divisor, threads, self.factors)
-        else:
+        """Set ``out`` to the weighted sum of the vectors, divided by `divisor`."""
+        if not (self.parts.mapped or self.is_local):
             add_in_order([self.collect(out.size, deadline)], out, 1, threads)
+            return
+        vectors, factors = [], []
+        for place in self.places:
+            vectors.append(self.parts.view(place, out.size, self.dtype))
+            factors.append(place.factor)
+        add_in_order(vectors, out, self.divisor, threads, factors)
 
     def collect(self, count: int, deadline: Deadline) -> Array:
         """Return the weighted sum, divided by `divisor`; between nodes only.

@@ -158,7 +158,8 @@ class Accumulator(Freeable):
     ) -> Taken[Any]:
         """Take a round; see `_reduce` about ``target``."""
         self._check_open()
-        self._check_target(target)
+        if target is not None:
+            self._check_target(target)
         required = positive_count(num_required, "num_required")
         limit = self._protocol.packing.max_count
         if required > limit:
@@ -539,7 +540,7 @@ class ConditionalAccumulator(Accumulator):
 
     def _check_target(self, target: Array | None) -> None:
         shape = self._protocol.shapes.only
-        if target is not None and shape is not None:
+        if shape is not None:
             result_array(target, self._settings.dtype, shape)
 
     def _reduce(

@@ -133,10 +133,7 @@ class AccumulatorOnDevice(Freeable):
     def _submit(
         self, local_step: int, weight: float, arrays: Any, factor: Any
     ) -> Receipt:
-        """Queue the addition of a gradient, unless it is stale.
-
-        Its arrays are kept until the device has read them.
-        """
+        """Queue the addition of a gradient, unless it is stale."""
         with self._calls.hold("apply_grad"):
             self._check_here()
             state = self._state
@@ -184,10 +181,7 @@ class AccumulatorOnDevice(Freeable):
         self._state = state._replace(step=step, accumulated=0, weight=0.0)
 
     def _in_turn(self, reads: Any, work: Callable[..., Any], *args: Any) -> Any:
-        """Queue work on the current stream, after that of all turns before.
-
-        Called within `_calls`.
-        """
+        """Queue work on the current stream, after that of all turns before."""
         event = None
         while self._reads and self._reads[0][0].done:
             # Recorded again below, after the wait for `_last`, which it may be.

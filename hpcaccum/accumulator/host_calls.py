@@ -62,7 +62,8 @@ class HostCalls(Calls):
 
     def abandon(self, admitted: Admitted) -> Call:
         """Begin to publish that a gradient does not come."""
-        return self.begin("abandon", admitted)
+        left_out = Admitted(None, admitted.parity, record=admitted.before)
+        return self.begin("arrive", left_out, None)
 
     # The agent
 
@@ -85,9 +86,6 @@ class HostCalls(Calls):
             self._storage.keep(rank, record.buffer, contents)
             admitted = admitted._replace(record=record._replace(copied=1))
         self._protocol.arrive(rank, admitted)
-
-    def _abandon(self, rank: int, admitted: Admitted) -> None:
-        self._protocol.abandon(rank, admitted)
 
     def _take(
         self, rank: int, required: int, at_least: int | None

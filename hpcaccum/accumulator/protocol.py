@@ -202,25 +202,17 @@ class AdmissionProtocol:
         return Admitted(receipt, parity, held, record, complete)
 
     def arrive(self, rank: int, admitted: Admitted) -> None:
-        """Publish that a gradient is in place.
+        """Publish what a rank has in a round, and then that it has no intent.
 
-        Raises LostRankError if its rank was given up: the round may be over without it.
+        Without a receipt, its last gradient does not come. Raises LostRankError if the
+        rank was given up: the round may be over without it.
         """
         self.membership.check_counts(rank)
-        assert admitted.receipt is not None
-        # First: a gradient that was taken is in the counts.
-        self.counters.count(rank, True, admitted.receipt.lag)
-        self.put_record(rank, admitted.parity, admitted.record)
-
-    def abandon(self, rank: int, admitted: Admitted) -> None:
-        """Publish that a gradient was admitted and does not come; as `arrive`."""
-        self.membership.check_counts(rank)
-        self.put_record(rank, admitted.parity, admitted.before)
-
-    def put_record(self, rank: int, parity: int, record: Record | None) -> None:
-        """Publish what a rank has in a round, and then that it has no intent."""
-        memory, index = self.words.memory, parity * self._size + rank
-        word = 0
+        if admitted.receipt is not None:
+            # First: a gradient that was taken is in the counts.
+            self.counters.count(rank, True, admitted.receipt.lag)
+        memory, index = self.words.memory, admitted.parity * self._size + rank
+        record, word = admitted.record, 0
         if record:
             # Before the record, so that a rank that reads the record finds its weight.
             memory[self._weights + index] = bits(record.weight)
@@ -238,6 +230,12 @@ class AdmissionProtocol:
             lost = self.membership.lost()
             ranks = [rank for rank in ranks if rank not in lost]
         return ranks
+
+    def is_joined(self) -> bool:
+        """Whether a rank may be writing a gradient; on the host's node."""
+        end = self._intents + _APART * self._size
+        words = self.words.memory[self._intents : end : _APART]
+        return any(words.tolist()) and any(map(self.open_intents, range(2)))
 
     def holds_gradient(self, parity: int) -> bool:
         """Return whether this rank has a record of the round of this parity."""
@@ -265,9 +263,9 @@ class AdmissionProtocol:
         tag = (self.words.read(WANT) >> bits) + 1
         self.words.write(WANT, tag << bits | wanted)
 
-    def put_closing(self, closing: State) -> None:
-        """Record what the take closes; once `waiting`, no other take reduces it."""
-        self.words.memory[CLOSED] = self.packing.pack(closing)
+    def put_closing(self, word: int) -> None:
+        """Record the STATE that the take closes, before it does."""
+        self.words.memory[CLOSED] = word
 
     def closing(self) -> State | None:
         """Return what the last take recorded; None if it is complete."""

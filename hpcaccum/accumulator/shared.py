@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import cast
 
 from hpcaccum.accumulator.host_calls import FarTake, HostCalls
 from hpcaccum.accumulator.protocol import AdmissionProtocol
 from hpcaccum.accumulator.receipts import Tally
-from hpcaccum.accumulator.settings import Settings
+from hpcaccum.accumulator.settings import SUM, Settings
 from hpcaccum.accumulator.state import Closed
 from hpcaccum.accumulator.storage import make_storage
 from hpcaccum.accumulator.take import Take
@@ -48,15 +48,16 @@ class SharedAccumulator(Freeable):
         self.calls: HostCalls | None = None
         if not group.single_node:
             self.calls = HostCalls(group, self.protocol, self.storage, what)
+        self._end_arrivals: Callable[[], None] | None = None
+        if self.calls is not None and self.calls.leads and settings.storage == SUM:
+            # What ranks of other nodes add moves when MPI is called, little at a time.
+            self._end_arrivals = group.progress.expect(self.protocol.is_joined)
         self.writer = Writer(self.protocol, self.storage, group.rank, self.calls, what)
         self._register(group, group.label(what))
 
     @classmethod
     def attach(cls, group: Group, settings: Settings, what: str) -> SharedAccumulator:
-        """Return the accumulator for one more handle. Collective.
-
-        It is the existing one of this shared name, if there is one.
-        """
+        """Return that of the shared name, or a new one, for a handle. Collective."""
         key = f"{_KEY} {settings.shared_name}"
         shared = cast("SharedAccumulator | None", group.named.get(key))
         if shared is None:
@@ -78,7 +79,6 @@ class SharedAccumulator(Freeable):
             self.group.named.pop(f"{_KEY} {self.settings.shared_name}", None)
         self._handles -= 1
 
-    @contextlib.contextmanager
     def hold_round(
         self,
         required: int,
@@ -86,7 +86,7 @@ class SharedAccumulator(Freeable):
         *,
         at_least: int | None = None,
         empty: bool = False,
-    ) -> Iterator[Closed]:
+    ) -> HeldRound:
         """Close a round of ``required`` gradients or more, and hold it for a block.
 
         If the block raises, or the admitted writers do not finish in time, the round
@@ -100,12 +100,7 @@ class SharedAccumulator(Freeable):
             take = Take(*of, required, at_least, empty, self.calls)
         else:
             take = FarTake(self.calls, required, at_least)
-        with self._taking.hold("take_grad", deadline):
-            try:
-                yield take.wait(deadline)
-                take.complete()
-            finally:
-                take.leave()
+        return HeldRound(take, self._taking, deadline)
 
     def tally(self) -> Tally:
         """Return the counts of all ranks, with those of earlier runs."""
@@ -131,6 +126,9 @@ class SharedAccumulator(Freeable):
         self.writer.free()
         if self.calls is not None:
             self.calls.free()
+        if self._end_arrivals is not None:
+            self._end_arrivals()
+            self._end_arrivals = None
         self.storage.free()
         self.protocol.words.free()
 
@@ -157,6 +155,32 @@ class SharedAccumulator(Freeable):
         all_ranks = self.settings.workers == self.group.size
         if all_ranks or self.group.rank != self.settings.host:
             self.writer.leave()
+
+
+class HeldRound:
+    """A round that a take holds for a block; one thread of the rank takes at a time."""
+
+    def __init__(
+        self, take: Take | FarTake, turn: OneThread, deadline: Deadline
+    ) -> None:
+        self._take, self._turn, self._deadline = take, turn, deadline
+
+    def __enter__(self) -> Closed:
+        self._turn.hold("take_grad", self._deadline)
+        try:
+            return self._take.wait(self._deadline)
+        except BaseException as error:
+            self.__exit__(type(error))
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # `hold` has begun its block.
+        with self._turn:
+            try:
+                if kind is None:
+                    self._take.complete()
+            finally:
+                self._take.leave()
 
 
 def _differences(old: Settings, new: Settings) -> str:

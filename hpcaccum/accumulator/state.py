@@ -57,11 +57,13 @@ class Packing:
         max_step: Steps are between ``-max_step - 1`` and ``max_step``.
         max_first_step: Those that can be set are up to this one, and from its negative.
         max_shapes: Maximum number of different shapes; 0 if the shape is fixed.
+        waiting: The bit of the word that is set if a take waits.
     """
 
     def __init__(self, *, shaped: bool) -> None:
         self._shape, self._count = (10, 18) if shaped else (0, 20)
-        self.max_count = (1 << self._count) - 1
+        self.waiting = 1 << self._count
+        self.max_count = self.waiting - 1
         self.max_shapes = (1 << self._shape) - 1
         self._step_shift = self._count + 2 + self._shape
         self.max_step = (1 << (63 - self._step_shift)) - 1

@@ -158,11 +158,7 @@ class Buffers:
         return set() if parts.mapped else {*filter(parts.is_lost, ranks)}
 
     def total(self, closed: Closed, out: Array, deadline: Deadline) -> None:
-        """Set a vector to the sum or mean of a round's gradients, by their weights.
-
-        On one node every gradient is read once, from its buffer, and the result is
-        written once. Other nodes have a minute, also if less is left.
-        """
+        """Set a vector to the sum or mean of a round's gradients, by their weights."""
         if closed.total is not None:
             total: Array = np.frombuffer(closed.total, self._dtype)
             add_in_order([total], out, closed.divisor)

@@ -58,10 +58,7 @@ class Take:
 
     @traced("take")
     def wait(self, deadline: Deadline) -> Closed:
-        """Wait until the round is closed; return it.
-
-        Its errors are those of `ConditionalAccumulator.take_grad`.
-        """
+        """Wait until the round is closed; return it."""
         try:
             if self._calls is None:
                 return deadline.wait(self.look, self.missing)
@@ -134,7 +131,7 @@ class Take:
         # Another take may have completed this one.
         protocol.membership.check_counts(self._rank)
         # From now on no other take reduces it.
-        protocol.put_closing(State(step, 0, closed.parity, 1, number))
+        protocol.words.memory[CLOSED] |= protocol.packing.waiting
         if closed.count < number:
             protocol.add_lost(number - closed.count)
         if not (closed.count or self._empty):
@@ -155,6 +152,7 @@ class Take:
     def _close(self) -> State | None:
         """Return a round that is closed, as it was; None: not yet."""
         protocol, words = self._protocol, self._protocol.words
+        packing = protocol.packing
         is_new = self._request is None
         if is_new and words.memory[CLOSED] and (closing := self._resume()) is not None:
             return closing
@@ -163,17 +161,19 @@ class Take:
             if self._request is not None and self._withdraw():
                 return self._closing
             found = words.read_range(STATE, MEMBERS + 1)
-            state = protocol.packing.unpack(found[STATE])
-            self._changes = found[MEMBERS]
+            word, self._changes = found[STATE], found[MEMBERS]
+            state = packing.unpack(word)
             wanted = protocol.membership.quorum(self._required, self._changes)
-            closing = state._replace(number=max(wanted, state.number))
-            # Before the swap, so that another take can complete this one.
-            protocol.put_closing(closing)
+            # What is recorded before the swap, another take can complete.
             if state.number >= wanted:
-                if protocol.swap(state, state.closed()):
-                    return closing
+                protocol.put_closing(word)
+                new = packing.pack(state.closed())
+                if words.compare_and_swap(STATE, word, new) == word:
+                    return state
                 continue
             # Writers close it.
+            closing = state._replace(number=wanted)
+            protocol.put_closing(packing.pack(closing))
             protocol.announce(wanted)
             missing = wanted - state.number
             if protocol.swap(state, state._replace(waiting=1, number=missing)):
@@ -258,7 +258,8 @@ class Take:
                 full[rank], shape = record, max(shape, record.shape)
                 count, weight = count + record.number, weight + record.weight
         divisor = weight if full and self._protocol.mean else 1.0
-        of_round = self._protocol.shapes.shape(shape) if full else ()
+        shapes = self._protocol.shapes
+        of_round = (shapes.only or shapes.shape(shape)) if full else ()
         return Closed(step, parity, number, count, weight, divisor, of_round, full)
 
     def _clear(self, closed: Closed) -> None:

@@ -63,10 +63,7 @@ class Writer:
         self._unanswered: Unanswered | None = None
 
     def submit(self, array: Any, local_step: int, weight: float) -> Receipt:
-        """Add a gradient, with a weight, to the open round unless it is stale.
-
-        Its errors are those of `ConditionalAccumulator.apply_grad`.
-        """
+        """Add a gradient, with a weight, to the open round unless it is stale."""
         # What may fail comes before the admission.
         self._storage.prepare(array, weight)
         grad = Gradient(array, local_step, weight)
@@ -119,7 +116,7 @@ class Writer:
         if calls is None or calls.near:
             if calls is not None:
                 # Gradients of other ranks often come soon: the agent stops its nap.
-                calls.wake()
+                calls.agent.wake()
             return self._protocol.admit(self._rank, request)
         sent = None if misfit else storage.short(array)
         if sent is not None:

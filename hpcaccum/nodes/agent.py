@@ -190,7 +190,7 @@ class Agent:
         All ranks add and remove their services in the same order. Requests that come
         before this rank has added the service wait for it; then they come at once.
         """
-        # Another rank may still be about to remove the last one.
+        # MPI has few tags. Another rank may still be about to remove the last one.
         used = {*self._services, self._removed}
         number = next(n for n in itertools.count() if n not in used)
         service.agent, service.number = self, number

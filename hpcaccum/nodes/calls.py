@@ -96,7 +96,7 @@ class Calls(Service):
     def begin(self, *question: Any) -> Call:
         """Begin a call, and do not wait for its result."""
         # Its node may soon have to send what the call is about.
-        self.wake()
+        self.agent.wake()
         number = next(self._numbers)
         # First: another thread may receive the answer.
         call = self._open[number] = Call(self)
@@ -110,10 +110,6 @@ class Calls(Service):
     def run(self, *question: Any) -> None:
         """Have the agent, a thread of this rank, call the function; do not wait."""
         self.tell([self._node], 0, *question)
-
-    def wake(self) -> None:
-        """Have the agent of this rank's node look for work often now."""
-        self.agent.wake()
 
     def receive(self) -> None:
         """Receive the answers that have arrived."""

@@ -64,10 +64,7 @@ class RowFormat(NamedTuple):
 def divided(
     memory: Array, formats: Mapping[str, RowFormat], numbers: Mapping[str, int]
 ) -> dict[str, Array]:
-    """Return the memory of the rows of each name, one after the other.
-
-    Their order is that of the formats.
-    """
+    """Return the memory of the rows of each name, in the order of the formats."""
     found, begin = {}, 0
     for name, form in formats.items():
         if name in numbers:

@@ -39,10 +39,7 @@ class RowLog:
         self.end = end
 
     def between(self, begin: int, end: int) -> Array | None:
-        """Return a copy of entries; None if some are overwritten.
-
-        Entries that are not complete yet are left out.
-        """
+        """Return a copy of complete entries; None if some are overwritten."""
         end = min(end, self._words.read(_WRITTEN))
         if end - begin > self._size:
             return None

@@ -136,13 +136,13 @@ ASK = [("requests.Calls.begin", "before"), ("requests.Call.result", "before")]
 WRITE = [
     ("atomic_words.AtomicWords.compare_and_swap", "before"),
     ("protocol.AdmissionProtocol.admit", "after"),
-    ("protocol.AdmissionProtocol.put_record", "before"),
-    ("protocol.AdmissionProtocol.put_record", "after"),
+    ("protocol.AdmissionProtocol.arrive", "before"),
+    ("protocol.AdmissionProtocol.arrive", "after"),
 ]
 TAKE = [
     ("turns.TicketLock.draw", "after"),
     ("protocol.AdmissionProtocol.put_closing", "after"),
-    ("protocol.AdmissionProtocol.swap", "after"),
+    ("take.Take._close", "after"),
     ("take.Take._found", "after"),
     ("protocol.AdmissionProtocol.clear_records", "after"),
 ]
@@ -364,7 +364,7 @@ def test_a_mean_of_all_ranks_ends_with_a_status(ends):
 REASONS = "KILLED BY SIGNAL: 9", "Killed (signal 9)", "exited on\nsignal 9 (Killed)"
 
 
-@pytest.mark.parametrize("place", ["loss", "protocol.AdmissionProtocol.put_record"])
+@pytest.mark.parametrize("place", ["loss", "protocol.AdmissionProtocol.arrive"])
 def test_a_launcher_that_ends_the_job_has_the_status_of_the_rank(mpirun, script, place):
     # The others may go on without it before the launcher ends the job.
     program = TRAIN.replace("accepted < 10", "accepted < 5000")

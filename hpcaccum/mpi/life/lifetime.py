@@ -48,10 +48,7 @@ class Freeable:
     _retained: Group | None = None
 
     def _register(self, group: Group, label: str) -> None:
-        """Have the object freed before MPI_Finalize. Collective.
-
-        From now on the heartbeat of the group calls `place`.
-        """
+        """Have the object freed before MPI_Finalize, and watched. Collective."""
         self.label = label
         Objects.of(group).add(self)
         self._retained = group

@@ -95,22 +95,19 @@ class AtomicWords:
         self.sync()
         return word
 
-    def fetch_add(self, index: int, value: int) -> int:
-        """Add to one word; return its value before."""
-        return self._fetch(index, value, MPI.SUM)
-
     def exchange(self, index: int, value: int) -> int:
         """Set one word, which other ranks may change; return its value before."""
-        return self._fetch(index, value, MPI.REPLACE)
+        return self.fetch_add(index, value, MPI.REPLACE)
 
-    def _fetch(self, index: int, value: int, operation: Any) -> int:
+    def fetch_add(self, index: int, value: int, operation: Any = None) -> int:
+        """Add to one word; return its value before."""
         local = self._local
         if local.pending:
             # No outcome of an earlier change may come later.
             self._complete()
         local.pending = True
         local.result[0], local.origin[0] = _NEVER, value
-        place = self._first + index
+        place, operation = self._first + index, operation or MPI.SUM
         self._window.Fetch_and_op(
             local.origin, local.result, self._window_root, place, operation
         )
@@ -187,9 +184,8 @@ class WordWindow:
     a group keeps one for each rank that has words, until its communicators are freed.
 
     No word is used twice. So all words of a part are 0 at first, and no rank has to
-    wait for the others when it takes or returns a part. All ranks of the group take
-    words in the same order, and compare at times how many they have taken
-    (`Group.agree`). Making one, and freeing it, are collective.
+    wait for the others when it returns a part. All ranks of the group take words in the
+    same order. Making one, and freeing it, are collective.
     """
 
     def __init__(self, group: Group, root: int, count: int) -> None:
@@ -207,10 +203,13 @@ class WordWindow:
     def of(cls, group: Group, root: int, count: int) -> WordWindow:
         """Return a window on a rank with room for ``count`` words. Collective."""
         found = group.words.get(root)
-        if found is not None and found.taken + count <= found._count:
+        taken = None if found is None else found.taken
+        # A constructor that has timed out leaves ranks that have taken different words.
+        agreed = {*group.allgather(taken, "taking words")} == {taken}
+        if found is not None and agreed and found.taken + count <= found._count:
             return cast(WordWindow, found)
         made = group.words[root] = cls(group, root, max(count, _LEAST))
-        if found is not None:
+        if found is not None and agreed:
             found._full = True
             found._free_if_unused()
         return made
