@@ -16,13 +16,7 @@ from .test_reducer_waiting import copying, starting
 from .training import meet, raised
 
 pytestmark = [pytest.mark.ranks(min=2), pytest.mark.own_comm, pytest.mark.any_size]
-
-
-@pytest.fixture(autouse=True)
-def _soon():
-    """Let ranks report early that they wait: those that move data keep cores busy."""
-    with internals.limits(patience=0.03):
-        yield
+pytestmark += [pytest.mark.usefixtures("impatient")]
 
 
 @pytest.fixture
@@ -33,7 +27,6 @@ def at_once():
 
 
 def checked(error, *calls):
-    """Check that an error names calls."""
     assert type(error) is DisagreementError, repr(error)
     assert str(error).startswith("ranks make different calls: ")
     for call in calls:
