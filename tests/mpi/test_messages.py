@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
+from hpcaccum.mpi import group_of
 
 from .acting import meet
 from .training import WRAPPERS, gives, raised, variable
@@ -21,6 +22,25 @@ def check(error, start):
         assert text.startswith((f"{start}: {where}: ", f"{start}: {where} has left"))
         assert text.count(name) == text.count(where) == 1
         assert text.endswith(own.removeprefix(f"{name}: "))
+
+
+@pytest.mark.parametrize(
+    ("text", "rest"),
+    [
+        ("x must be 1", "x must be 1"),
+        ("mine: x must be 1", "x must be 1"),
+        ("mine: a: x: 1", "x: 1"),
+        ("mine: b: x: 1", "b: x: 1"),
+        ("mine, too", "mine, too"),
+        ("a: x", "a: x"),
+    ],
+)
+def test_parts_of_an_error_that_the_call_has_too(comm, rank, size, text, rest):
+    failure = hpc.InvalidArgumentError(text) if rank == size - 1 else None
+    error = raised(group_of(comm).raise_together, "mine: a", failure)
+
+    own = rank == size - 1
+    assert str(error) == (text if own else f"mine: a: rank {size - 1}: {rest}")
 
 
 @pytest.mark.parametrize("inner", [7, hpc.SGD])

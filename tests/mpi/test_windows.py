@@ -49,6 +49,8 @@ def test_words_are_integers_of_all_ranks(words):
 class Spy:
     """A window that remembers what was called."""
 
+    MOVES = ("Put", "Get", "Accumulate")
+
     def __init__(self, window):
         self.window, self.calls = window, []
 
@@ -112,6 +114,19 @@ def test_words_are_stored_after_a_fence_and_loaded_before_one(comm, monkeypatch)
         assert order.during(words.store, 1, [0, 0])[:2] == ["Sync", "store"]
     meet()
     words.free()
+
+
+def test_vectors_have_moved_when_a_call_returns(comm, monkeypatch):
+    region = Region(group_of(comm), 0, 80)
+    spy = Spy(region._window)
+    monkeypatch.setattr(region, "_window", spy)
+    for move in (region.put, region.accumulate, region.get):
+        calls = spy.during(move, 0, np.zeros(10))
+        assert calls[0] in Spy.MOVES
+        assert calls[-1] == "Flush"
+    assert spy.during(region.sync) == ["Sync"]
+    meet()
+    region.free()
 
 
 def test_additions_of_all_ranks_and_threads_count(words, size):
