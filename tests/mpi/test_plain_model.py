@@ -244,7 +244,6 @@ def test_batches_of_different_length_are_as_one(group, rank, size, name):
     np.testing.assert_allclose(w.value, expected, 1e-12)
 
 
-@pytest.mark.any_size
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_what_is_no_weight_is_refused(comm, rank, name):
     w = hpc.Variable(np.zeros(5), "w")
@@ -253,8 +252,7 @@ def test_what_is_no_weight_is_refused(comm, rank, name):
             # With CrossShard, that of one rank is an error on all.
             mine = 2.0 if rank and name == "CrossShard" else weight
             error = raised(opt.minimize, gives(np.ones(5)), weight=mine)
-            text = "weight must be a finite number above 0"
-            check_error(error, text)
+            check_error(error, "weight must be a finite number above 0")
         meet()
         assert opt.global_step == sum(opt.statistics().accepted) == 0
         meet()
