@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcaccum import cli
+from hpcaccum import InvalidArgumentError, cli
 
 # Seconds a test waits for something that takes milliseconds.  Virtual machines stand
 # still for a minute at times.  It is well below the time limit of a test, so that the
@@ -30,6 +30,15 @@ def same_bits(found: Any, expected: Any) -> None:
     equal = found.tobytes() == expected.tobytes()
     # Not in one line: pytest would compute a diff of all bytes, which takes minutes.
     assert equal, f"{found} is not {expected}"
+
+
+def check_error(
+    error: Any, *texts: str, kind: type[Exception] = InvalidArgumentError
+) -> None:
+    """Check what a call has raised, and what its message contains."""
+    assert type(error) is kind, repr(error)
+    for text in texts:
+        assert text in str(error)
 
 
 def json_lines(path: Path) -> list[Any]:

@@ -239,9 +239,6 @@ def test_after_free(make):
         opt.push(grads_of(params(), 1))
 
 
-# Extra arguments
-
-
 def scaled_by_value():
     """A rule that multiplies gradients by one extra argument, and adds another."""
 
@@ -301,9 +298,6 @@ def test_extra_arguments_that_are_not_finite(make, size):
     )
 
     assert opt.push(grads_of(params(), 1), value=np.nan)[1].reason == "nonfinite"
-
-
-# Snapshots
 
 
 def train(opt, numbers, rank):

@@ -152,9 +152,6 @@ def test_an_update_that_all_drop_compares_nothing(comm, rank, keep):
         jax.block_until_ready(average.update(jnp.ones(2), state, params))
 
 
-# Broadcast
-
-
 def test_broadcast(comm, rank, size):
     device = jax.devices()[-1]
     sharding = jax.sharding.SingleDeviceSharding(device)
@@ -208,9 +205,6 @@ def test_broadcast_of_wrong_arguments(comm, rank, size, other, root, error, mess
 def test_broadcast_is_not_traced(comm):
     with pytest.raises(InvalidArgumentError, match=r"inside of jax\.jit"):
         jax.jit(lambda x: hpcaccum.jax.broadcast(x, comm))(jnp.ones(2))
-
-
-# Mean
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -32,7 +32,6 @@ def run(name):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Let all ranks run in a folder of the test."""
     monkeypatch.chdir(meet(str(tmp_path))[0])
 
 

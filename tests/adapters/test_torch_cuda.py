@@ -48,11 +48,9 @@ class Device:
         self.name = simulated.NAME if simulated else "cuda"
 
     def model(self, *args, **options):
-        """Return a model on the device."""
         return self.put(Model(*args, **options))
 
     def put(self, module):
-        """Move the parameters and buffers of a module to the device."""
         for each in module.modules():
             for name, parameter in each.named_parameters(recurse=False):
                 moved = torch.nn.Parameter(
@@ -64,7 +62,6 @@ class Device:
         return module
 
     def tensor(self, host):
-        """Return a copy of a tensor on the device."""
         host = host.detach()
         return self.simulated.to_device(host) if self.simulated else host.cuda()
 
@@ -97,7 +94,6 @@ def there(request, cp, monkeypatch):
 
 
 def check_same(found, wanted, exact=True):
-    """Check that two modules have the same parameters and buffers."""
     found, wanted = (module.state_dict() for module in (found, wanted))
     for name in wanted:
         values = [state[name].cpu().double().numpy() for state in (found, wanted)]
@@ -284,9 +280,6 @@ def test_some_ranks_may_have_no_device(there, comm, rank, size):
         with hpt.CrossShard(torch.optim.SGD(groups(model), 1.0), comm=comm) as opt:
             train(opt, model, "CrossShard", rank, size, range(2))
     check_same(models[1], models[0])
-
-
-# Errors
 
 
 def wrong(there, monkeypatch, case):

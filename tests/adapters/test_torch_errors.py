@@ -8,7 +8,7 @@ import torch
 import hpcaccum as hpc
 import hpcaccum.torch as hpt
 
-from ..mpi.training import raised
+from ..mpi.training import check_error, raised
 from .torch_training import STRATEGIES, Model, gradient, refused, sgd
 
 WRONG = {
@@ -68,8 +68,7 @@ def test_optimizers_that_differ_between_ranks(case, kind, comm, rank):
     for name, buffer in buffers.items():
         model.register_buffer(name, buffer)
     error = refused(STRATEGIES[kind], make(model), comm, module=model)
-    assert isinstance(error, hpc.DisagreementError)
-    assert "must be the same on all" in str(error)
+    check_error(error, "must be the same on all", kind=hpc.DisagreementError)
 
 
 def test_bad_options(comm):
@@ -112,9 +111,7 @@ def test_sparse_gradients(kind, comm, rank):
         opt.step()
 
     with STRATEGIES[kind](sgd(module), comm) as opt:
-        error = raised(train)
-        assert isinstance(error, hpc.InvalidArgumentError)
-        assert "gradient of 'parameter 0' is sparse" in str(error)
+        check_error(raised(train), "gradient of 'parameter 0' is sparse")
         opt.zero_grad()
 
 
@@ -125,9 +122,7 @@ def test_a_sparse_gradient_of_one_rank_is_an_error_on_all(comm, rank):
     with hpt.CrossShard(inner, comm=comm) as opt:
         # The gradient of the model comes first.
         loss = table(torch.tensor([rank])).sum() + model.w.sum()
-        error = raised(loss.backward)
-        assert isinstance(error, hpc.InvalidArgumentError)
-        assert "gradient of 'parameter 0' is sparse" in str(error)
+        check_error(raised(loss.backward), "gradient of 'parameter 0' is sparse")
         opt.zero_grad()
         with opt.no_sync():
             model.backward(0, 0)
@@ -155,8 +150,7 @@ def test_a_state_is_refused_after_a_rank_has_left(comm, rank, size):
         before = momentum.clone()
         error = raised(opt.load_state_dict, state)
         after = optimizer.state[model.w]["momentum_buffer"]
-        assert type(error) is hpc.InvalidArgumentError
-        assert "has left" in str(error)
+        check_error(error, "has left")
         assert optimizer.param_groups[0]["lr"] == 0.25
         assert torch.equal(after, before)
 
@@ -186,7 +180,5 @@ def test_parameters_added_to_the_optimizer_that_is_held(kind, comm, rank):
     with STRATEGIES[kind](inner, comm) as opt:
         inner.add_param_group({"params": [model.b]})
         model.backward(rank, 0)
-        error = raised(opt.step)
-        assert type(error) is hpc.InvalidArgumentError
-        assert "parameters cannot be added later" in str(error)
+        check_error(raised(opt.step), "parameters cannot be added later")
         del inner.param_groups[1]

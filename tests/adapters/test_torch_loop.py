@@ -37,9 +37,6 @@ def check_values(model, expected):
         np.testing.assert_allclose(found, expected(name, parameter), atol=1e-6)
 
 
-# Learning rates
-
-
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_a_scheduler_of_either_optimizer_sets_the_rate(kind, held, comm, rank, size):
@@ -85,9 +82,6 @@ def test_a_rate_that_one_rank_changes_is_found(groups, comm, rank, size):
         (model.w.sum() + model.b.sum()).backward()
         opt.step()
     check_values(model, lambda _, like: np.full(like.shape, -0.5))
-
-
-# Gradients
 
 
 @pytest.mark.parametrize("kind", SYNCHRONOUS)
@@ -154,9 +148,6 @@ def test_dtypes(kind, dtype, comm, rank, size):
     np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-2)
 
 
-# Buffers
-
-
 @pytest.mark.parametrize("mode", ["average", "broadcast"])
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_buffers_of_the_module(kind, mode, comm, rank, size):
@@ -181,9 +172,6 @@ def test_buffers_of_the_module(kind, mode, comm, rank, size):
             module.assigned, torch.tensor([late], dtype=torch.float32)
         )
         assert module.num_batches_tracked == 1
-
-
-# What is not synchronized
 
 
 @pytest.fixture
@@ -221,9 +209,6 @@ def test_frozen_parameters_and_buffers_are_those_of_rank_0(kind, comm, rank):
     same_everywhere(*model.state_dict().values())
 
 
-# Parameters that are trained later
-
-
 def test_a_parameter_that_is_trained_later_is_averaged_in_its_pass(comm, rank, size):
     model = Model()
     model.b.requires_grad_(False)
@@ -238,9 +223,6 @@ def test_a_parameter_that_is_trained_later_is_averaged_in_its_pass(comm, rank, s
         opt.step()
     at = {"w": [(each, 0) for each in range(size)], "b": at}
     check_values(model, lambda name, like: -total(name, like, at[name]) / size)
-
-
-# Hooks of the user
 
 
 @pytest.mark.parametrize("kind", SYNCHRONOUS)
@@ -263,9 +245,6 @@ def test_a_hook_that_is_added_later_may_change_gradients(kind, comm, rank, size)
     assert all(parameter.eq(-1).all() for parameter in model)
 
 
-# Gradients of gradients
-
-
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("kind", SYNCHRONOUS)
 def test_a_loss_may_have_gradients_of_an_earlier_pass(kind, comm, rank, size):
@@ -281,9 +260,6 @@ def test_a_loss_may_have_gradients_of_an_earlier_pass(kind, comm, rank, size):
     (sum(loss(plain, each) for each in range(size)) / size).backward(create_graph=True)
     plain[0].grad.sum().backward()
     torch.testing.assert_close(model[0], plain[0] - plain[0].grad)
-
-
-# Passes that fail
 
 
 class Failing(torch.autograd.Function):

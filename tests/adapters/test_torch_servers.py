@@ -45,7 +45,6 @@ def start(name, group, servers, **options):
 
 
 def same(one, other):
-    """Compare the state dictionaries of two runs."""
     assert one.keys() == other.keys()
     assert one["state"].keys() == other["state"].keys()
     assert (one["global_step"], one["tally"]) == (other["global_step"], other["tally"])

@@ -32,8 +32,9 @@ from tests import internals
 from ..common import WAIT
 from . import watchdog
 from .acting import Makers, acc_fixture, make_fixture  # noqa: F401
+from .expiring import impatient, in_vain_fixture  # noqa: F401
 from .on_device import aware, device_library, own_card, pinned, wants_gpu  # noqa: F401
-from .on_nodes import group_on_nodes, held_agent, skip_reason  # noqa: F401
+from .on_nodes import group_on_nodes, group_on_one_node, held_agent, skip_reason  # noqa: F401
 from .outcome import Outcome, merge
 from .reducing import NODES, Kept, maker_fixture, makers_fixture  # noqa: F401
 from .support import world

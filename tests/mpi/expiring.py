@@ -14,11 +14,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 from mpi4py import MPI
 
-from hpcaccum import deadline
+from hpcaccum import WaitTimeoutError, deadline
+from tests import internals
 
-from .support import WAIT, meet
+from ..common import VAIN, WAIT
+from .support import meet
 from .training import raised
 
 # Looks at the clock, between two of which a rank does all that it does while it waits.
@@ -67,6 +70,29 @@ def times_out_without(comm: MPI.Intracomm, *late: int) -> Iterator[None]:
     with mock.patch.object(deadline, "time", patched):
         yield
     waiting.Free()
+
+
+@pytest.fixture
+def impatient() -> Iterator[None]:
+    """Let ranks report early that they wait: those that move data keep cores busy."""
+    with internals.limits(patience=0.03):
+        yield
+
+
+@pytest.fixture(name="in_vain")
+def in_vain_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Return a function that makes a call time out, and returns the message."""
+
+    def call(
+        do: Callable[..., Any], *args: Any, seconds: float = VAIN, **kwargs: Any
+    ) -> str:
+        with monkeypatch.context() as patch:
+            patch.setenv("HPCACCUM_TIMEOUT", str(seconds))
+            error = raised(do, *args, **kwargs)
+        assert type(error) is WaitTimeoutError
+        return str(error)
+
+    return call
 
 
 def missed_by(

@@ -65,6 +65,28 @@ def _twin(nodes: object, size: int) -> str | None:
     return None if first == nodes else first
 
 
+@pytest.fixture(name="one_node")
+def group_on_one_node(comm: MPI.Intracomm) -> Group:
+    """Return the group of ranks that share memory."""
+    group = group_of(comm)
+    if not group.single_node:
+        pytest.skip("the ranks do not share memory")
+    return group
+
+
+def leaders(group: Group) -> list[int]:
+    """Return the first rank of each node."""
+    return [ranks[0] for ranks in group.nodes]
+
+
+def workers(group: Group, servers: list[int]) -> list[int]:
+    """Return the ranks that train if others only serve; skip a test without any."""
+    found = [rank for rank in range(group.size) if rank not in servers]
+    if not found:
+        pytest.skip("no rank is left to train")
+    return found
+
+
 def leads(group: Group) -> bool:
     """Whether this rank is the first of its node."""
     return group.node_ranks[0] == group.rank

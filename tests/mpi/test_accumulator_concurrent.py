@@ -28,7 +28,6 @@ def gradient(rank, value):
 
 
 def drain(acc):
-    """Take the remaining gradients; return their sum."""
     total = np.zeros((5, WIDTH))
     while acc.num_accumulated():
         total += acc.take_grad(1, timeout=WAIT)
@@ -36,7 +35,6 @@ def drain(acc):
 
 
 def take_while(acc, going_on, required):
-    """Take repeatedly; return the sum of all gradients."""
     total = np.zeros((5, WIDTH))
     while going_on():
         try:

@@ -8,16 +8,8 @@ import pytest
 
 import hpcaccum as hpc
 
-from .acting import (
-    VAIN,
-    WAIT,
-    Background,
-    at,
-    close_unreduced,
-    everywhere,
-    in_threads,
-    same_bits,
-)
+from ..common import VAIN, WAIT, same_bits
+from .acting import Background, at, close_unreduced, everywhere, in_threads
 
 pytestmark = pytest.mark.any_size
 

@@ -5,18 +5,8 @@ import pytest
 
 import hpcaccum as hpc
 
-from .acting import (
-    VAIN,
-    WAIT,
-    Background,
-    Take,
-    at,
-    everywhere,
-    interrupted,
-    same_bits,
-    settle,
-    until,
-)
+from ..common import VAIN, WAIT, same_bits
+from .acting import Background, Take, at, everywhere, interrupted, settle, until
 
 pytestmark = pytest.mark.any_size
 

@@ -13,6 +13,7 @@ from tests import internals
 
 from .acting import WAIT, Take, at, everywhere, meet, same_bits
 from .on_nodes import SIZE, count_messages
+from .training import started
 
 pytestmark = pytest.mark.own_comm
 
@@ -264,8 +265,7 @@ def test_an_update_is_a_vector_of_each_node_to_the_host_and_back(group, rank, co
 
 def test_an_update_of_one_gradient_goes_to_one_node(group, rank, counts):
     w, far = hpc.Variable(np.zeros(SIZE, "f4"), "w"), group.nodes[-1][-1]
-    with hpc.DropStaleGradientOptimizer(hpc.SGD(1), 9, comm=group) as opt:
-        opt.initialize([w])
+    with started(hpc.DropStaleGradientOptimizer(hpc.SGD(1), 9, comm=group), [w]) as opt:
         count_messages(group, counts)
 
         def push():

@@ -8,7 +8,7 @@ from tests import internals
 
 from .acting import until
 from .reducing import made_up
-from .training import ONE_SIDED, WRAPPERS, gives, meet, raised, variable
+from .training import ONE_SIDED, WRAPPERS, gives, meet, raised, started, variable
 
 pytestmark = pytest.mark.any_size
 
@@ -60,8 +60,7 @@ def test_a_global_step_ends_with_one_value(comm, kind, options, rank, size):
     # An update counts, whatever the variable has been before; some never pass theirs.
     step = hpc.Variable(np.int64(5 * rank), "trained")
     unlike = hpc.Variable(np.int64(7), "unlike")
-    with WRAPPERS[kind](hpc.SGD(0.1), [w], comm, **options) as opt:
-        opt.initialize([w])
+    with started(WRAPPERS[kind](hpc.SGD(0.1), [w], comm, **options), [w]) as opt:
         serves = rank == 0 and "dedicated" in options
         for _ in range(0 if serves else 4 + 2 * (rank == size - 1)):
             opt.minimize(gives(np.ones(8)), step if rank == size - 1 else None)
@@ -76,8 +75,7 @@ def test_a_global_step_ends_with_one_value(comm, kind, options, rank, size):
 
 def test_the_final_state_can_be_read_after_free(comm, kind, rank, size):
     w = variable(np.zeros(3))
-    opt = ONE_SIDED[kind](hpc.Momentum(1, 0.5), [w], comm)
-    opt.initialize([w])
+    opt = started(ONE_SIDED[kind](hpc.Momentum(1, 0.5), [w], comm), [w])
     for _ in range(2):
         opt.minimize(gives(np.ones(3)))
     opt.free()
@@ -101,9 +99,7 @@ def test_the_final_state_can_be_read_after_free(comm, kind, rank, size):
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("dedicated", [False, True], ids=["beside", "dedicated"])
-def test_a_rate_may_ask_for_the_step_to_the_last_update(
-    comm, kind, rank, size, dedicated
-):
+def test_a_rate_may_ask_for_the_step_to_the_last_update(comm, kind, rank, dedicated):
     seen = []
 
     def rate():
@@ -111,8 +107,7 @@ def test_a_rate_may_ask_for_the_step_to_the_last_update(
         return 1.0
 
     w = variable()
-    opt = ONE_SIDED[kind](hpc.SGD(rate), [w], comm, dedicated=dedicated)
-    opt.initialize([w])
+    opt = started(ONE_SIDED[kind](hpc.SGD(rate), [w], comm, dedicated=dedicated), [w])
     meet()
     if rank == 0 and dedicated:
         opt.serve()

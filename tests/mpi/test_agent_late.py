@@ -10,19 +10,11 @@ from hpcaccum import ConditionalAccumulator, WaitTimeoutError, deadline
 from hpcaccum.deadline import current_wait
 from tests import internals
 
-from .acting import (
-    VAIN,
-    WAIT,
-    Background,
-    at,
-    attempt,
-    everywhere,
-    interrupted,
-    meet,
-    same_bits,
-    until,
-)
+from ..common import VAIN, WAIT, same_bits
+from .acting import Background, at, attempt, everywhere, interrupted, until
 from .on_nodes import named
+from .support import meet
+from .training import started
 
 ELEMENTS = 6
 # To ask for the step would need the agent.
@@ -37,7 +29,6 @@ def host(group):
 
 @pytest.fixture
 def caller(group):
-    """Return a rank on another node."""
     return group.nodes[0][-1]
 
 
@@ -161,24 +152,32 @@ GO_ON = {
 
 
 @pytest.mark.parametrize(
-    ("go_on", "apply"),
-    [("slot", in_slot), ("apply_grad", copied), ("leave", in_slot), ("leave", copied)],
+    ("go_on", "apply", "short"),
+    [
+        ("slot", in_slot, 0),
+        ("apply_grad", copied, 0),
+        ("apply_grad", copied, 1 << 13),
+        ("leave", in_slot, 0),
+        ("leave", copied, 0),
+    ],
 )
-def test_only_what_is_in_a_slot_counts_when_the_answer_comes(
-    held, limit, acc, caller, size, apply, go_on
+def test_only_what_was_sent_or_is_in_a_slot_counts_when_the_answer_comes(
+    held, limit, acc, caller, size, apply, go_on, short
 ):
-    late(held, limit, caller, apply, acc, 4)
     call, more = GO_ON[go_on]
-    at(caller, call, acc)
+    with internals.limits(short=short):
+        late(held, limit, caller, apply, acc, 4)
+        at(caller, call, acc)
     other = (caller + 1) % size
     assert at(other, copied, acc, 8)
     # The caller's array may have changed meanwhile, a slot may not.
-    values = [4] * (apply is in_slot) + more + [8]
+    counts = apply is in_slot or short > 0
+    values = [4] * counts + more + [8]
     mean = at(0, acc.take_grad, len(values), timeout=WAIT)
     same_bits(mean, np.full(ELEMENTS, np.mean(values), "f4"))
     found = acc.statistics()
     assert found.tally.accepted[caller] == len(values) - 1
-    assert found.num_lost == (apply is copied)
+    assert found.num_lost == (not counts)
     assert acc.num_accumulated() == 0
 
 
@@ -232,8 +231,7 @@ def test_a_pull_that_warns_does_not_wait_for_the_agent(
     held, group, caller, host, caplog, monkeypatch
 ):
     w = hpc.Variable(np.zeros(ELEMENTS), "w")
-    opt = hpc.SyncReplicasOptimizer(hpc.SGD(1), 1, comm=group, host=host)
-    opt.initialize([w])
+    opt = started(hpc.SyncReplicasOptimizer(hpc.SGD(1), 1, comm=group, host=host), [w])
     monkeypatch.setattr(deadline, "FIRST_WARNING", VAIN)
     with caplog.at_level("WARNING", "hpcaccum"), held, internals.limits(grace=VAIN):
         pulling = Background(caller, lambda: internals.wait_for(opt, 1))
@@ -244,11 +242,3 @@ def test_a_pull_that_warns_does_not_wait_for_the_agent(
     opt.free()
     message = at(caller, lambda: caplog.text)
     assert f"s for the answer of the agent of {named(group.nodes[-1][0])}" in message
-
-
-def test_a_short_gradient_counts_when_the_answer_comes(held, limit, acc, caller):
-    # Its contents were part of the request; the next one is added to it.
-    with internals.limits(short=1 << 13):
-        late(held, limit, caller, copied, acc, 4)
-        assert at(caller, copied, acc, 6)
-        same_bits(at(0, acc.take_grad, 2, timeout=WAIT), np.full(ELEMENTS, 5, "f4"))

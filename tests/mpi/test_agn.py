@@ -9,14 +9,13 @@ from hpcaccum import InvalidArgumentError
 from tests import internals
 
 from ..common import same_bits
-from .training import gives, meet, raised, turns, variable
+from .training import gives, meet, raised, started, turns, variable
 
 pytestmark = pytest.mark.any_size
 
 
 @pytest.fixture
 def make(comm, keep):
-    """Return a function that makes an optimizer."""
 
     def make(period, values=(0.0,), inner=None, dtype=np.float64, workers=1):
         getter = hpc.AGNCustomGetter(comm=comm)
@@ -54,9 +53,6 @@ def test_gradients_may_lie_in_the_memory_of_variables(make, rank, period, kind):
 
     for found, expected in zip(centers(np.asarray), centers(np.copy), strict=True):
         same_bits(found, expected)
-
-
-# Figures
 
 
 @pytest.mark.parametrize("how", ["initialize", "compute_gradients", "minimize"])
@@ -129,9 +125,6 @@ def test_half_precision_is_summed_in_single(make):
     assert opt.center(x) == -np.float16(2050 / 3) != -np.float16(2048 / 3)
 
 
-# Gradients of None
-
-
 def test_none_leaves_a_variable_out_everywhere(make, rank, size):
     opt, a, b = make(2, [0.0, 0.0])
     turns([0, 0], lambda _: opt.minimize(gives(2.0, 4.0)))
@@ -175,26 +168,6 @@ def test_the_mean_is_formed_where_it_is_sent_from(make, rank, size):
     assert copied == []
 
 
-# Initialization
-
-
-def test_init_op_takes_the_center_and_forgets_the_sums(make, rank, size):
-    opt, x = make(2, [5.0])
-    init = opt.get_init_op(task_index=rank)
-
-    def act(_):
-        opt.minimize(gives(4.0))
-        before = float(x.value)
-        init()
-        after = float(x.value)
-        # init() does not reset the count of calls, so this call pushes.
-        return before, after, bool(opt.minimize(gives(2.0))), float(opt.center(x))
-
-    [found] = turns([size - 1], act)
-
-    assert found == (1, 5, True, 4)
-
-
 def test_the_hook_runs_the_init_op_once_begun(comm, rank, size):
     getter = hpc.AGNCustomGetter(comm=comm)
     x = hpc.get_variable("x", np.full(3, float(rank)), custom_getter=getter)
@@ -219,9 +192,6 @@ def test_without_variables_there_is_no_init_op(comm):
     with hpc.AGNOptimizer(hpc.SGD(1), 1, getter) as opt:
         for call in (opt.get_init_op, lambda _: opt.initialize()):
             assert type(raised(call, 0)) is InvalidArgumentError
-
-
-# Variables
 
 
 def test_variables_of_others_are_unknown(make, comm):
@@ -269,8 +239,7 @@ def test_names_are_given_once(comm):
 def test_a_push_that_raises_after_it_was_accepted_is_not_repeated(comm, rank, size):
     w, getter = variable(np.zeros(3)), hpc.AGNCustomGetter(comm=comm)
     getter.register(w)
-    opt = hpc.AGNOptimizer(hpc.SGD(1.0), size, getter, 1)
-    opt.initialize([w])
+    opt = started(hpc.AGNOptimizer(hpc.SGD(1.0), size, getter, 1), [w])
     if rank == 0:
         with internals.fail_when_accepted(opt, MemoryError):
             assert type(raised(opt.minimize, gives(-np.ones(3)))) is MemoryError

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import InvalidArgumentError
 
 from .acting import at, meet
 from .on_device import FEW_RANKS
-from .training import ONE_SIDED, WRAPPERS, gives, raised, turns
+from .on_nodes import workers
+from .training import ONE_SIDED, WRAPPERS, check_error, gives, raised, started, turns
 
 pytestmark = pytest.mark.any_size
 
@@ -87,8 +87,7 @@ def test_the_values_of_the_host_are_assigned(kind, servers, variables, group, si
     own = made(variables == "sparse", variables == "dtypes")
     chosen = SERVERS[servers](group)
     host = chosen[0]
-    with ONE_SIDED[kind](hpc.SGD(0.5), own, group, servers=chosen) as opt:
-        opt.initialize(own)
+    with started(ONE_SIDED[kind](hpc.SGD(0.5), own, group, servers=chosen), own) as opt:
         for turn in range(3):
             steps(opt, own, kind, size, number=turn)
             before = opt.global_step, opt.statistics()
@@ -109,8 +108,7 @@ def test_state_stays(comm, rank, size):
     for kind in WRAPPERS:
         own, expected = made(), made()
         inner, plain = hpc.Adam(0.1), hpc.Adam(0.1)
-        with WRAPPERS[kind](inner, own, comm) as opt:
-            opt.initialize(own)
+        with started(WRAPPERS[kind](inner, own, comm), own) as opt:
             each = 2 if kind == "AGN" else 1
             number = size if kind in ("DropStale", "AGN") else 1
             for value in (5.0, -3.0):
@@ -135,21 +133,18 @@ def test_state_stays(comm, rank, size):
 def test_dedicated_servers_take_the_values_of_the_first_rank_that_trains(
     kind, servers, group, rank, size
 ):
-    chosen = SERVERS[servers](group)
-    if len(chosen) == size:
-        pytest.skip("no rank would train")
-    workers = [each for each in range(size) if each not in chosen]
-    own = made()
+    chosen, own = SERVERS[servers](group), made()
+    training = workers(group, chosen)
     options = {"comm": group, "servers": chosen, "dedicated": True}
     opt = (
-        hpc.SyncReplicasOptimizer(hpc.Momentum(0.5, 0.5), len(workers), **options)
+        hpc.SyncReplicasOptimizer(hpc.Momentum(0.5, 0.5), len(training), **options)
         if kind == "SyncReplicas"
         else ONE_SIDED[kind](hpc.SGD(0.5), own, options.pop("comm"), **options)
     )
     opt.initialize(own)
     set_to(own, 7.0 + rank)
     opt.assign()  # before the servers serve
-    assert (own[0].value == 7.0 + workers[0]).all()
+    assert (own[0].value == 7.0 + training[0]).all()
     if rank in chosen:
         opt.serve()
     else:
@@ -157,27 +152,26 @@ def test_dedicated_servers_take_the_values_of_the_first_rank_that_trains(
             assert step(opt, own)
             set_to(own, 10.0 * turn + rank)
             opt.assign()
-            assert (own[0].value == 10.0 * turn + workers[0]).all()
+            assert (own[0].value == 10.0 * turn + training[0]).all()
         assert step(opt, own)
     opt.free()
     mine = [var.value.tobytes() for var in own]
     assert meet(mine) == [mine] * size
     updates = {
         "SyncReplicas": 4,
-        "DropStale": 4 * len(workers),
-        "AGN": 2 * len(workers),
+        "DropStale": 4 * len(training),
+        "AGN": 2 * len(training),
     }
     assert opt.global_step == updates[kind]
     if kind != "SyncReplicas":
-        assert (own[0].value == 20.0 + workers[0] - 0.5 * len(workers)).all()
+        assert (own[0].value == 20.0 + training[0] - 0.5 * len(training)).all()
 
 
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("kind", ONE_SIDED)
 def test_a_dedicated_server_takes_part_in_free(kind, comm, rank):
     own = made()
-    with ONE_SIDED[kind](hpc.SGD(0.5), own, comm, dedicated=True) as opt:
-        opt.initialize(own)
+    with started(ONE_SIDED[kind](hpc.SGD(0.5), own, comm, dedicated=True), own) as opt:
         if rank > 0:
             set_to(own, 4.0 + rank)
             opt.assign()
@@ -189,8 +183,7 @@ def test_a_dedicated_server_takes_part_in_free(kind, comm, rank):
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_variables_on_a_device(kind, cp, comm, rank):
     own = [hpc.Variable(cp.asarray(var.value), var.name) for var in made()]
-    with WRAPPERS[kind](hpc.SGD(0.5), own, comm) as opt:
-        opt.initialize(own)
+    with started(WRAPPERS[kind](hpc.SGD(0.5), own, comm), own) as opt:
         set_to(own, 4.0 + rank)
         opt.assign()
         check(own, 4.0, opt)
@@ -200,8 +193,7 @@ def test_variables_on_a_device(kind, cp, comm, rank):
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_ranks_that_have_left_take_part(kind, comm, rank, size):
     own = made()
-    with WRAPPERS[kind](hpc.SGD(0.5), own, comm) as opt:
-        opt.initialize(own)
+    with started(WRAPPERS[kind](hpc.SGD(0.5), own, comm), own) as opt:
         if rank == 1:
             opt.leave()
         elif kind == "CrossShard":
@@ -251,8 +243,7 @@ def test_a_gradient_that_was_computed_before_is_of_the_step_of_the_values(kind, 
 
 def test_sums_of_agn_stay(comm, rank, size):
     own = made()
-    with WRAPPERS["AGN"](hpc.SGD(1.0), own, comm) as opt:
-        opt.initialize(own)
+    with started(WRAPPERS["AGN"](hpc.SGD(1.0), own, comm), own) as opt:
         assert not step(opt, own).sent
         set_to(own, 9.0)
         opt.assign()
@@ -287,8 +278,7 @@ def test_errors(kind, comm, rank):
     if kind != "CrossShard":
         with opt.paused() if rank == 0 else contextlib.nullcontext():
             error = raised(opt.assign)
-        assert type(error) is InvalidArgumentError
-        assert "waits for updates, which are paused" in str(error)
+        check_error(error, "waits for updates, which are paused")
     opt.assign()
     opt.free()
     assert type(raised(opt.assign)) is hpc.FreedError

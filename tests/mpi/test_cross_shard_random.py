@@ -15,7 +15,6 @@ ERRORS = ["none", "index", "shape", "mask", "rate", "computed"]
 
 
 def drawn_variables(random):
-    """Return some variables, the same on all ranks."""
     shapes = [SHAPES[i] for i in random.integers(len(SHAPES), size=4)]
     return [
         hpc.Variable(

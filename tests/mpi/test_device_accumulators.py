@@ -10,7 +10,7 @@ from tests import internals
 
 from .acting import WAIT, at, meet, same_bits
 from .on_device import FEW_RANKS
-from .training import raised
+from .training import check_error, raised
 
 pytestmark = pytest.mark.any_size
 
@@ -21,7 +21,6 @@ DTYPES = ["float32", "float16", ml_dtypes.bfloat16, "float64"]
 
 @pytest.fixture
 def make(make_one):
-    """Return a function that makes an accumulator."""
     return lambda dtype=np.float32, **options: make_one(
         hpc.SparseConditionalAccumulator,
         *(dtype, (ROWS, WIDTH)),
@@ -194,9 +193,7 @@ def test_rows_that_do_not_fit_are_an_error_on_this_rank(cp, make, rank):
     assert acc.num_accumulated() == 0
     meet()
     assert acc.apply_grad(rows, values)
-    overflow = raised(acc.apply_grad, cp.asarray([6]), values[:1])
-    assert type(overflow) is INVALID
-    assert "would have 3" in str(overflow)
+    check_error(raised(acc.apply_grad, cp.asarray([6]), values[:1]), "would have 3")
 
 
 def test_slices_on_a_device(cp):
@@ -209,15 +206,11 @@ def test_slices_on_a_device(cp):
         slices.to_dense()
 
 
-# Dense gradients
-
-
 N = 1000
 
 
 @pytest.fixture(params=["slots", "sum"])
 def make_dense(request, make_one):
-    """Return a function that makes an accumulator."""
     kind, storage = hpc.ConditionalAccumulator, request.param
     return lambda dtype=np.float32, shape=(N,), **options: make_one(
         kind, dtype, shape, storage=storage, **options
@@ -298,14 +291,12 @@ def test_bad_gradients_leave_nothing_behind(cp, make_dense, rank, size):
     }
     for message, grad in bad.items():
         error = raised(acc.apply_grad, grad)
-        assert type(error) is INVALID
-        assert message in str(error)
+        check_error(error, message)
     outs = {
         "must be float32 (1000,)": cp.ones(N, np.float64),
         "contiguous": cp.ones(2 * N, np.float32)[::2],
     }
     for message, out in outs.items():
         error = raised(acc.take_grad, 1, out=out, timeout=0)
-        assert type(error) is INVALID
-        assert message in str(error)
+        check_error(error, message)
     assert acc.num_accumulated() == 0

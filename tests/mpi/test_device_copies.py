@@ -92,9 +92,6 @@ def test_ranks_take_one_device_after_the_other(cp):
     assert "CUDA" in device.device_name()
 
 
-# Without one
-
-
 @pytest.fixture
 def forgotten():
     device.cupy.cache_clear()

@@ -12,14 +12,10 @@ pytestmark = pytest.mark.any_size
 
 @pytest.fixture
 def make(make_one):
-    """Return a function that makes an optimizer."""
     kind = hpc.DropStaleGradientOptimizer
     return lambda staleness, own, inner=None, **options: make_one(
         kind, inner or hpc.SGD(1), staleness, variables=own, **options
     )
-
-
-# Admission
 
 
 @pytest.mark.parametrize("staleness", [-2, -1, 0, 1, 2])
@@ -66,9 +62,6 @@ def test_lag_is_what_others_did_since_the_compute(make, rank, size, staleness, l
         assert state == [[8.0, 8.0], 8.0] if accepted else [[0.0, 0.0], 0.0]
 
 
-# Late gradients
-
-
 def test_no_factor_is_asked_for_during_training(make, size):
     lags = []
 
@@ -81,9 +74,6 @@ def test_no_factor_is_asked_for_during_training(make, size):
     receipt = opt.minimize(gives(1.0))
     assert (receipt.factor, len(lags)) == (1, 1001)
     assert type(receipt.factor) is float
-
-
-# The parameters after a push
 
 
 def test_an_accepted_gradient_is_in_the_variables_on_return(make, rank, size):

@@ -6,7 +6,7 @@ import pytest
 import hpcaccum as hpc
 
 from .. import naive
-from .training import gives, meet, raised, turns, variable
+from .training import gives, meet, started, turns, variable
 
 SIZE = 3
 # The factor of a gradient that is one step late.
@@ -27,8 +27,7 @@ def play(comm, rank, size, *, sparse=False, **options):
     w = hpc.Variable(start, "w", sparse=sparse)
     server = naive.SyncReplicas({"w": start}, naive.Momentum(0.5), quorum, LATE)
     chosen = {"lateness": quarter, "comm": comm, **options}
-    with hpc.SyncReplicasOptimizer(hpc.SGD(0.5), quorum, **chosen) as opt:
-        opt.initialize([w])
+    with started(hpc.SyncReplicasOptimizer(hpc.SGD(0.5), quorum, **chosen), [w]) as opt:
 
         def push(ranks, call):
             """Have ranks push with the parameters that they have; return receipts."""
@@ -91,8 +90,7 @@ def test_without_a_factor_a_late_gradient_is_dropped(comm, rank, size, lateness)
 def test_a_rank_with_a_share_gives_more_after_a_late_gradient(comm, rank, size):
     w, quorum = variable(), size + 1
     options = {"lateness": "inverse", "comm": comm}
-    with hpc.SyncReplicasOptimizer(hpc.SGD(1), quorum, **options) as opt:
-        opt.initialize([w])
+    with started(hpc.SyncReplicasOptimizer(hpc.SGD(1), quorum, **options), [w]) as opt:
 
         def act(_):
             return opt.apply_gradients([(np.ones_like(w.value), w)])
@@ -107,13 +105,3 @@ def test_a_rank_with_a_share_gives_more_after_a_late_gradient(comm, rank, size):
         assert all(meet(act(0)))
     assert opt.global_step == 2
     assert w.value == -2
-
-
-@pytest.mark.any_size
-@pytest.mark.parametrize("lateness", [2, lambda lag: -1, "linear"])
-def test_what_is_no_lateness_is_an_error_of_all_ranks(comm, lateness):
-    error = raised(
-        hpc.SyncReplicasOptimizer, hpc.SGD(1), 1, lateness=lateness, comm=comm
-    )
-    assert isinstance(error, hpc.InvalidArgumentError)
-    assert "lateness" in str(error)

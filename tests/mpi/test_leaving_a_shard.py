@@ -6,12 +6,11 @@ import pytest
 
 import hpcaccum as hpc
 from hpcaccum import Reduction
-from tests import internals
 
 from ..common import every_pair
 from .acting import meet
 from .expiring import missed_by
-from .training import gives, raised, variable
+from .training import gives, raised, started, variable
 
 
 def uneven(opt, w, rank, count):
@@ -64,8 +63,7 @@ def test_the_others_go_on_with_the_mean_over_those_that_remain(
 
 def test_gradients_computed_before_a_rank_left_are_divided_rightly(comm, rank, size):
     w = variable(np.zeros(2))
-    with hpc.CrossShardOptimizer(hpc.SGD(1.0), comm=comm) as opt:
-        opt.initialize([w])
+    with started(hpc.CrossShardOptimizer(hpc.SGD(1.0), comm=comm), [w]) as opt:
         if rank == 0:
             opt.leave()
         else:
@@ -89,8 +87,7 @@ def test_gradients_in_the_exchange_s_memory_survive(comm, rank, size, dtype):
         arrays["w"][...] = rank + 1
         return 0.0, arrays
 
-    with hpc.CrossShardOptimizer(hpc.SGD(1.0), comm=comm) as opt:
-        opt.initialize([w])
+    with started(hpc.CrossShardOptimizer(hpc.SGD(1.0), comm=comm), [w]) as opt:
         for _ in range(2 if rank else 1):
             opt.minimize(loss)
         opt.leave()
@@ -152,15 +149,6 @@ def test_an_error_of_another_rank_comes_before_leaving(comm, rank, size):
         opt.leave()
 
     assert opt.statistics().accepted == (1,) * size
-
-
-# Ranks that forget to leave
-
-
-@pytest.fixture
-def impatient():
-    with internals.limits(patience=0.03):
-        yield
 
 
 @pytest.mark.own_comm

@@ -7,7 +7,7 @@ import hpcaccum as hpc
 from tests import internals
 
 from ..common import same_bits
-from .training import gives, meet, raised, variable
+from .training import check_error, gives, meet, raised, started, variable
 
 pytestmark = pytest.mark.any_size
 
@@ -16,7 +16,6 @@ INVALID = hpc.InvalidArgumentError
 
 @pytest.fixture
 def make(make_one):
-    """Return a function that makes an optimizer."""
     kind, sgd = hpc.LocalStepsOptimizer, lambda: hpc.SGD(1)
     return lambda period, inner=None, outer=None, **options: make_one(
         kind, inner or sgd(), outer or sgd(), period, **options
@@ -24,11 +23,7 @@ def make(make_one):
 
 
 def drawn(rank, call):
-    """Return a gradient, of whole numbers."""
     return np.random.default_rng([rank, call]).integers(-8, 9, 5).astype("f8")
-
-
-# Figures
 
 
 def test_with_a_period_of_one_it_is_cross_shard(make, comm, rank, size):
@@ -101,9 +96,6 @@ def test_gradients_of_rows_make_local_steps(make, size):
     assert x.value[:, 0].tolist() == [0, -1, 0, -1]
 
 
-# Its life
-
-
 def test_a_snapshot_has_the_state_of_the_outer_rule(make, rank, size):
     x, outer = variable(np.ones(5)), hpc.Momentum(0.5, 0.5)
     opt = make(2, hpc.Adam(0.1), outer, quorum=size)
@@ -143,9 +135,6 @@ def test_a_dedicated_server(comm, rank, size):
     assert opt.global_step == 2
 
 
-# Arguments
-
-
 @pytest.mark.parametrize(
     ("wrong", "kind", "text"),
     [
@@ -166,10 +155,7 @@ def test_a_dedicated_server(comm, rank, size):
 def test_arguments_are_checked_on_all_ranks(comm, rank, size, wrong, kind, text):
     right = {"inner": hpc.SGD(1), "outer": hpc.SGD(1), "period": 2}
     mine = {**right, **wrong} if rank == size - 1 else right
-    error = raised(hpc.LocalStepsOptimizer, comm=comm, **mine)
-
-    assert type(error) is kind
-    assert text in str(error)
+    check_error(raised(hpc.LocalStepsOptimizer, comm=comm, **mine), text, kind=kind)
 
 
 @pytest.mark.ranks(min=2)
@@ -191,8 +177,7 @@ def test_sparse_variables_are_refused(make):
 
 
 def test_it_shows_its_options(make):
-    opt = make(2, outer=hpc.SGD(0.5), staleness=3, name="mine")
-    opt.initialize([variable()])
+    opt = started(make(2, outer=hpc.SGD(0.5), staleness=3, name="mine"), [variable()])
     shown = repr(opt)
     assert shown.startswith("LocalStepsOptimizer(SGD(learning_rate=1.0, ")
     assert "outer=SGD(learning_rate=0.5, name='SGD'), period=2, staleness=3, " in shown

@@ -10,7 +10,7 @@ import pytest
 import hpcaccum as hpc
 
 from .support import WAIT
-from .training import WRAPPERS, gives, meet, variable
+from .training import WRAPPERS, gives, meet, started, variable
 
 pytestmark = pytest.mark.any_size
 
@@ -42,8 +42,7 @@ def reducer(comm, size=LARGE, **options):
 
 def optimizer(comm, kind):
     var = variable(np.zeros(LARGE))
-    with WRAPPERS[kind](hpc.Momentum(1, 0.5), [var], comm) as optimizer:
-        optimizer.initialize([var])
+    with started(WRAPPERS[kind](hpc.Momentum(1, 0.5), [var], comm), [var]) as optimizer:
         first = optimizer.gradient_arrays()["w"]
         first[:] = 1
         optimizer.minimize(gives(first))

@@ -11,7 +11,6 @@ from unittest.mock import Mock
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum.mpi import group_of
 from hpcaccum.mpi.memory import node_memory as module
 from hpcaccum.mpi.memory.node_memory import NodeMemory, check_room
 
@@ -21,11 +20,8 @@ HUGE = 2**50
 
 
 @pytest.fixture
-def node(comm):
-    group = group_of(comm)
-    if not group.single_node:
-        pytest.skip("the ranks do not share memory")
-    return group
+def node(one_node):
+    return one_node
 
 
 @pytest.fixture
@@ -66,9 +62,6 @@ def test_memory_is_zero_and_shared(node, descriptors, rank, size, nbytes, common
     memory.free()
     assert memory.parts == []
     assert memory.common.size == 0
-
-
-# What cannot be had
 
 
 @pytest.mark.parametrize("which", ["first", "last", "common"])
@@ -142,9 +135,6 @@ def test_room_that_others_take_meanwhile_is_missed_in_time(
         monkeypatch.setattr(module, "_free", lambda: next(frees, 0))
     with pytest.raises(hpc.InvalidArgumentError, match="another process has taken"):
         NodeMemory(node, [4 * module._PIECE] * size)
-
-
-# Other users of the node
 
 
 @pytest.fixture

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import group_of
 from hpcaccum.mpi import MPI
 from tests import internals
 
 from .. import naive
 from .acting import meet, same_bits, until
-from .training import RULES, SHAPES, drawn, several
+from .training import RULES, SHAPES, drawn, several, started
 
 KINDS = {**RULES, "Nesterov": lambda: hpc.Momentum(0.1, 0.9, use_nesterov=True)}
 
@@ -24,12 +23,6 @@ def short_pieces():
     """Divide short vectors, too."""
     with internals.limits(chunk=48, least=96, most=96, thread=96):
         yield
-
-
-@pytest.fixture
-def one_node(comm):
-    if not group_of(comm).single_node:
-        pytest.skip("the ranks are on several nodes")
 
 
 def train(opt, variables, calls, lacks=lambda rank, call: ()):
@@ -150,8 +143,7 @@ def test_ranks_that_wait_work_on_the_update(comm, rank, size):
 @pytest.mark.usefixtures("one_node")
 def test_the_host_needs_no_help(comm, rank, size):
     variables = several()
-    opt = hpc.DropStaleGradientOptimizer(hpc.SGD(0.1), 0, comm=comm)
-    opt.initialize(variables)
+    opt = started(hpc.DropStaleGradientOptimizer(hpc.SGD(0.1), 0, comm=comm), variables)
     pieces = noted_pieces(opt)
     if rank == size - 1:
         # The others wait in a barrier.

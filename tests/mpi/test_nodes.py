@@ -6,19 +6,13 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import (
-    ConditionalAccumulator,
-    InvalidArgumentError,
-    WaitTimeoutError,
-    group_of,
-)
+from hpcaccum import ConditionalAccumulator, WaitTimeoutError
 from hpcaccum.mpi import MPI
 from tests import internals
 
 from .acting import VAIN, WAIT, Take, at, everywhere, meet
 from .on_nodes import leads, named
-from .test_waiting_for_updates import in_vain_fixture  # noqa: F401
-from .training import ONE_SIDED, gives, raised, variable
+from .training import ONE_SIDED, check_error, gives, raised, started, variable
 
 
 def made(group, **options):
@@ -26,7 +20,6 @@ def made(group, **options):
 
 
 def agents():
-    """Return the number of agents of this rank."""
     return sum(each.name.startswith("agent") for each in threading.enumerate())
 
 
@@ -40,11 +33,9 @@ def test_there_is_one_agent_on_each_node_while_it_is_needed(group):
     assert agents() == before
 
 
-def test_ranks_of_one_node_have_no_agent(comm):
-    if not group_of(comm).single_node:
-        pytest.skip("the ranks are on several nodes")
+def test_ranks_of_one_node_have_no_agent(one_node):
     before = agents()
-    with made(comm):
+    with made(one_node):
         assert agents() == before
 
 
@@ -118,8 +109,7 @@ def test_without_threads_every_rank_gets_an_error(group, rank, monkeypatch):
         monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
     for _ in range(2):
         error = raised(made, group)
-        assert type(error) is InvalidArgumentError
-        assert "MPI provides no MPI_THREAD_MULTIPLE" in str(error)
+        check_error(error, "MPI provides no MPI_THREAD_MULTIPLE")
         assert rank == odd or f"rank {odd}: " in str(error)
     assert agents() == before
     meet()
@@ -132,15 +122,11 @@ def test_ranks_that_are_not_leaders_need_no_threads(group, rank, monkeypatch):
         everywhere(acc.apply_grad, np.ones(3))
 
 
-# Leaders that leave early
-
-
 @pytest.mark.parametrize("kind", ONE_SIDED)
 @pytest.mark.parametrize("node", [0, -1])
 def test_others_train_after_the_leader_of_a_node_has_left(group, rank, kind, node):
     w, leader = variable(np.zeros(3)), group.nodes[node][0]
-    with ONE_SIDED[kind](hpc.SGD(1.0), [w], group) as opt:
-        opt.initialize([w])
+    with started(ONE_SIDED[kind](hpc.SGD(1.0), [w], group), [w]) as opt:
         for call in range(8):
             if rank != leader or call < 2:
                 opt.minimize(gives(np.ones(3)))
@@ -176,8 +162,7 @@ def test_takes_have_the_gradient_of_a_leader_that_has_left(group, rank):
 
 def test_ranks_of_a_node_may_wait_for_different_steps(group, rank, in_vain):
     w = variable()
-    with hpc.DropStaleGradientOptimizer(hpc.SGD(1), 9, comm=group) as opt:
-        opt.initialize([w])
+    with started(hpc.DropStaleGradientOptimizer(hpc.SGD(1), 9, comm=group), [w]) as opt:
         # It never comes: that must not keep a step that is there from the node.
         assert "for update 9 by rank 0" in in_vain(internals.wait_for, opt, 9)
         meet()
@@ -191,8 +176,7 @@ def test_ranks_of_a_node_may_wait_for_different_steps(group, rank, in_vain):
 
 def test_a_node_that_parameters_do_not_reach_is_named(group, rank, held, in_vain):
     w, first, last = variable(), group.nodes[0][0], group.nodes[-1]
-    with hpc.DropStaleGradientOptimizer(hpc.SGD(1), 9, comm=group) as opt:
-        opt.initialize([w])
+    with started(hpc.DropStaleGradientOptimizer(hpc.SGD(1), 9, comm=group), [w]) as opt:
         with held:
             if rank == 0:
                 opt.minimize(gives(1.0))

@@ -8,8 +8,9 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import Reduction
 
+from ..common import check_error
 from .acting import meet
-from .training import ONE_SIDED, WRAPPERS, gives, raised, variable
+from .training import ONE_SIDED, WRAPPERS, gives, raised, started, variable
 
 pytestmark = pytest.mark.any_size
 
@@ -25,8 +26,7 @@ def make(request, comm):
 
 def test_drop_leaves_the_variables_alone_and_counts(make, rank, size):
     w = variable(np.zeros(3))
-    with make(w, on_nonfinite="drop") as opt:
-        opt.initialize([w])
+    with started(make(w, on_nonfinite="drop"), [w]) as opt:
         dropped = [opt.minimize(gives(NAN)) for _ in range(2)]
         meet()
         assert opt.global_step == 0
@@ -59,16 +59,14 @@ def test_accept_is_the_default(make):
 
 def test_raise_names_the_variable_and_sends_nothing(make, rank):
     w = variable(np.zeros(3))
-    with make(w, on_nonfinite="raise", name="mine") as opt:
-        opt.initialize([w])
+    with started(make(w, on_nonfinite="raise", name="mine"), [w]) as opt:
         error = raised(opt.minimize, gives(np.array([1, np.inf, 1])))
         meet()
         assert opt.global_step == 0
         assert not opt.center(w).any()
         opt.leave()
 
-    assert type(error) is hpc.InvalidArgumentError
-    assert "mine: the gradient of 'w' has a NaN or an infinity" in str(error)
+    check_error(error, "mine: the gradient of 'w' has a NaN or an infinity")
 
 
 EXCHANGED = [
@@ -102,9 +100,6 @@ def test_an_overflow_in_the_dtype_of_the_variable_is_no_warning(make):
         opt.leave()
 
     assert w.value.tolist() == [-np.inf, 0]
-
-
-# CrossShardOptimizer
 
 
 def halves(opt, loss, weight):
@@ -162,9 +157,6 @@ def test_one_leaves_while_another_is_not_finite(comm, rank, size):
     assert opt.statistics().nonfinite == (0, 1) + (0,) * (size - 2)
 
 
-# AGNOptimizer
-
-
 def test_a_dropped_gradient_does_not_count_in_the_period(comm, rank, size):
     w = variable(np.zeros(3))
     with ONE_SIDED["AGN"](hpc.SGD(1.0), [w], comm, on_nonfinite="drop") as opt:
@@ -177,9 +169,6 @@ def test_a_dropped_gradient_does_not_count_in_the_period(comm, rank, size):
     # The receipt of a dropped gradient is final.
     assert sent == [False, True, True]
     np.testing.assert_allclose(w.value, -2.0 * size, rtol=1e-12)
-
-
-# The warning
 
 
 @pytest.mark.parametrize(

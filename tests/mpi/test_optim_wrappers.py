@@ -5,7 +5,6 @@ tests/unit/test_rules.py has the tests of the rules.
 
 import contextlib
 import functools
-import threading
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +13,10 @@ import pytest
 import hpcaccum as hpc
 from hpcaccum import DisagreementError, FreedError, InvalidArgumentError
 
-from .training import ONE_SIDED, WRAPPERS, Gate, gives, meet, raised, variable
+from ..common import check_error
+from .acting import in_threads
+from .support import meet
+from .training import ONE_SIDED, WRAPPERS, Gate, gives, raised, started, variable
 
 pytestmark = pytest.mark.any_size
 
@@ -29,12 +31,8 @@ def kind(request):
 
 @pytest.fixture
 def make(make_one, kind):
-    """Return a function that makes an optimizer."""
     yield lambda own: make_one(WRAPPERS[kind], hpc.SGD(0.1), own, variables=own)
     meet()
-
-
-# Training
 
 
 def test_arrays_and_their_dtypes_stay(make):
@@ -68,9 +66,6 @@ def test_minimize_returns_a_receipt_with_the_loss(make, kind):
     assert all(0 <= lag <= step <= before for lag, step in lags)
     assert sum(opt.statistics().accepted) == sent > 0
     assert opt.center(w).shape == ()
-
-
-# Bad arguments
 
 
 def test_bad_arguments_are_refused_and_change_nothing(make):
@@ -124,8 +119,7 @@ def test_a_mapping_of_gradients_names_each_variable(make, kind, rank, size):
         # Alone, a rank disturbs others only if each update needs all of them.
         if rank in which or kind == "CrossShard":
             error = raised(opt.minimize, lambda grads=grads: (0.0, grads))
-            assert type(error) is InvalidArgumentError
-            assert "no gradients for ['v'], the variables are ['w', 'v']" in str(error)
+            check_error(error, "no gradients for ['v'], the variables are ['w', 'v']")
     meet()
     assert w.value == v.value == 1
     opt.minimize(lambda: (0.0, {"w": 1.0, "v": None}))
@@ -134,15 +128,10 @@ def test_a_mapping_of_gradients_names_each_variable(make, kind, rank, size):
     assert v.value == 1
 
 
-# The inner optimizer, and the life of the outer one
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_slots_are_those_of_the_inner_optimizer(comm, rank, size, wrapper):
+def test_slots_are_those_of_the_inner_optimizer(comm, rank, size, kind):
     w, inner, host = variable(np.zeros(2)), hpc.Adam(0.1), rank == size - 1
-    options = {"host": size - 1} if wrapper in ONE_SIDED else {}
-    opt = WRAPPERS[wrapper](inner, [w], comm, **options)
-    opt.initialize([w])
+    options = {"host": size - 1} if kind in ONE_SIDED else {}
+    opt = started(WRAPPERS[kind](inner, [w], comm, **options), [w])
     for _ in range(2):
         opt.minimize(gives(np.ones(2)))
     meet()
@@ -152,22 +141,19 @@ def test_slots_are_those_of_the_inner_optimizer(comm, rank, size, wrapper):
     assert opt.get_slot_names() == inner.get_slot_names() == ["m", "v"]
     assert [v.name for v in opt.variables()] == [v.name for v in inner.variables()]
     assert opt.get_slot(w, "nothing") is None
-    if host or wrapper not in ("SyncReplicas", "DropStale"):
+    if host or kind not in ("SyncReplicas", "DropStale"):
         for each in slot, opt.get_slot(w, "m"):
             assert (each.value > 0).all()
-        # AGN has those of the center and of local steps.
         # Two slots and a step; with AGN, also those of the center.
-        assert count == 3 * (1 + (host and wrapper == "AGN"))
+        assert count == 3 * (1 + (host and kind == "AGN"))
     else:
         assert slot is None
         assert count == 0
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_after_free_it_is_of_no_use(comm, wrapper):
+def test_after_free_it_is_of_no_use(comm, kind):
     w = variable()
-    opt = WRAPPERS[wrapper](hpc.SGD(1), [w], comm)
-    opt.initialize([w])
+    opt = started(WRAPPERS[kind](hpc.SGD(1), [w], comm), [w])
     opt.free()
     opt.free()
     calls = [
@@ -176,7 +162,7 @@ def test_after_free_it_is_of_no_use(comm, wrapper):
         lambda: opt.apply_gradients([(1.0, w)]),
         lambda: opt.minimize(gives(1.0)),
     ]
-    if wrapper in ONE_SIDED:
+    if kind in ONE_SIDED:
         calls += [opt.leave, opt.serve]
 
     assert {type(raised(call)) for call in calls} == {FreedError}
@@ -184,13 +170,12 @@ def test_after_free_it_is_of_no_use(comm, wrapper):
     assert opt.waited >= 0
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_what_was_never_initialized_says_so(comm, wrapper):
+def test_what_was_never_initialized_says_so(comm, kind):
     w = variable()
-    opt = WRAPPERS[wrapper](hpc.SGD(1), [w], comm)
+    opt = WRAPPERS[kind](hpc.SGD(1), [w], comm)
     asks = [opt.statistics, lambda: opt.global_step, lambda: opt.center(w)]
     calls = [*asks, opt.leave, opt.gradient_arrays]
-    if wrapper in ONE_SIDED:
+    if kind in ONE_SIDED:
         calls.append(opt.serve)
     errors = [raised(call) for call in calls]
     waited = opt.waited
@@ -202,10 +187,9 @@ def test_what_was_never_initialized_says_so(comm, wrapper):
     assert type(raised(opt.initialize, [w])) is FreedError
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_initializing_again_changes_nothing(comm, wrapper):
+def test_initializing_again_changes_nothing(comm, kind):
     w = variable()
-    with WRAPPERS[wrapper](hpc.SGD(1), [w], comm) as opt:
+    with WRAPPERS[kind](hpc.SGD(1), [w], comm) as opt:
         for _ in range(2):
             opt.initialize([w])
         opt.initialize(None)
@@ -215,14 +199,12 @@ def test_initializing_again_changes_nothing(comm, wrapper):
             opt.minimize(gives(1.0))
 
     assert isinstance(error, InvalidArgumentError)
-    assert w.value == -(2 if wrapper == "CrossShard" else opt.global_step) < 0
+    assert w.value == -(2 if kind == "CrossShard" else opt.global_step) < 0
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_with_frees_it_unless_something_went_wrong(comm, rank, wrapper):
+def test_with_frees_it_unless_something_went_wrong(comm, rank, kind):
     w = variable()
-    opt = WRAPPERS[wrapper](hpc.SGD(1), [w], comm)
-    opt.initialize([w])
+    opt = started(WRAPPERS[kind](hpc.SGD(1), [w], comm), [w])
     w.value[...] = rank + 5
     with pytest.raises(KeyError), opt:
         raise KeyError
@@ -231,20 +213,14 @@ def test_with_frees_it_unless_something_went_wrong(comm, rank, wrapper):
         assert same is opt
 
     # At the end, variables have the values of the center.
-    assert w.value == (0 if wrapper in ONE_SIDED else rank + 5)
+    assert w.value == (0 if kind in ONE_SIDED else rank + 5)
     assert type(raised(opt.minimize, gives(1.0))) is FreedError
 
 
-# What a loop does now and then
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_every_is_true_once_for_each_multiple_passed(comm, rank, size, wrapper):
+def test_every_is_true_once_for_each_multiple_passed(comm, rank, size, kind):
     w, last = variable(), dict.fromkeys((1, 2, 5, 7, 1000), 0)
-    opt = WRAPPERS[wrapper](hpc.SGD(0.1), [w], comm)
-    found = raised(opt.every, 5)
-    assert type(found) is InvalidArgumentError
-    assert "initialize" in str(found)
+    opt = WRAPPERS[kind](hpc.SGD(0.1), [w], comm)
+    check_error(raised(opt.every, 5), "initialize")
     opt.initialize([w])
     assert not opt.every(1)
     meet()
@@ -253,27 +229,25 @@ def test_every_is_true_once_for_each_multiple_passed(comm, rank, size, wrapper):
         meet()
         # No rank makes an update; ranks may look at different times.
         for n, before in last.items():
-            if turn % 3 != rank % 3 or wrapper == "CrossShard":
+            if turn % 3 != rank % 3 or kind == "CrossShard":
                 assert opt.every(n) is (opt.global_step // n > before)
                 assert not opt.every(n)
                 last[n] = opt.global_step // n
         meet()
-    for n, kind in (
+    for n, error_type in (
         (0, InvalidArgumentError),
         (None, InvalidArgumentError),
         (2.5, TypeError),
     ):
-        assert type(raised(opt.every, n)) is kind
+        assert type(raised(opt.every, n)) is error_type
     meet()
     opt.free()
     assert opt.every(1000) is False
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_every_begins_with_the_step_that_is_restored(comm, rank, wrapper):
+def test_every_begins_with_the_step_that_is_restored(comm, rank, kind):
     w = variable()
-    with WRAPPERS[wrapper](hpc.SGD(0.1), [w], comm) as opt:
-        opt.initialize([w])
+    with started(WRAPPERS[kind](hpc.SGD(0.1), [w], comm), [w]) as opt:
         for _ in range(4):
             opt.minimize(gives(1.0))
         meet()
@@ -293,19 +267,14 @@ def test_every_begins_with_the_step_that_is_restored(comm, rank, wrapper):
         assert opt.global_step == 2 * reached
         assert opt.every(reached)
     w = variable()
-    with WRAPPERS[wrapper](hpc.SGD(0.1), [w], comm) as opt:
+    with WRAPPERS[kind](hpc.SGD(0.1), [w], comm) as opt:
         opt.restore(saved, [w])
         assert not opt.every(reached)
 
 
-# Learning rates
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_the_learning_rate_is_that_of_the_inner_optimizer(comm, rank, wrapper):
+def test_the_learning_rate_is_that_of_the_inner_optimizer(comm, rank, kind):
     w, inner = variable(), hpc.SGD(0.5)
-    with WRAPPERS[wrapper](inner, [w], comm) as opt:
-        opt.initialize([w])
+    with started(WRAPPERS[kind](inner, [w], comm), [w]) as opt:
         error = raised(setattr, opt, "learning_rate", -1)
         assert opt.learning_rate == inner.learning_rate == 0.5
         opt.learning_rate = 2
@@ -315,15 +284,14 @@ def test_the_learning_rate_is_that_of_the_inner_optimizer(comm, rank, wrapper):
             opt.minimize(gives(1.0))
 
     assert type(error) is InvalidArgumentError
-    updates = 2 if wrapper == "CrossShard" else opt.global_step
+    updates = 2 if kind == "CrossShard" else opt.global_step
     assert w.value == -2 * updates < 0
 
 
 @pytest.mark.parametrize("wrapper", ["SyncReplicas", "DropStale"])
 def test_the_host_decides_on_the_rate_of_the_center(comm, rank, size, wrapper):
     w = variable()
-    with WRAPPERS[wrapper](hpc.SGD(1), [w], comm, host=size - 1) as opt:
-        opt.initialize([w])
+    with started(WRAPPERS[wrapper](hpc.SGD(1), [w], comm, host=size - 1), [w]) as opt:
         opt.learning_rate = 2 + rank
         meet()
         opt.minimize(gives(1.0))
@@ -339,8 +307,7 @@ def test_a_rate_of_the_step_counts_local_steps_and_those_of_the_center_apart(
         return 1.0
 
     w, seen = variable(), []
-    with ONE_SIDED["AGN"](hpc.SGD(rate), [w], comm) as opt:
-        opt.initialize([w])
+    with started(ONE_SIDED["AGN"](hpc.SGD(rate), [w], comm), [w]) as opt:
         for _ in range(4):
             opt.minimize(gives(1.0))
 
@@ -349,9 +316,8 @@ def test_a_rate_of_the_step_counts_local_steps_and_those_of_the_center_apart(
     assert sorted(seen) == sorted([*own, *center])
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_an_inner_optimizer_without_a_learning_rate_gets_none(comm, wrapper):
-    opt = WRAPPERS[wrapper](Gate(lambda: None), [variable()], comm)
+def test_an_inner_optimizer_without_a_learning_rate_gets_none(comm, kind):
+    opt = WRAPPERS[kind](Gate(lambda: None), [variable()], comm)
     errors = [
         raised(lambda: opt.learning_rate),
         raised(setattr, opt, "learning_rate", 1),
@@ -360,9 +326,6 @@ def test_an_inner_optimizer_without_a_learning_rate_gets_none(comm, wrapper):
 
     assert [type(error) for error in errors] == [AttributeError] * 2
     assert not hasattr(opt.inner, "learning_rate")
-
-
-# Constructors
 
 
 @pytest.mark.parametrize("inner", WRAPPERS)
@@ -381,12 +344,11 @@ def test_nestings_that_corrupt_are_refused(comm, inner):
 
 
 @pytest.mark.ranks(min=2)
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_different_inner_optimizers_are_refused_by_all(comm, rank, size, wrapper):
+def test_different_inner_optimizers_are_refused_by_all(comm, rank, size, kind):
     w = variable()
 
     def start(inner):
-        opt = WRAPPERS[wrapper](inner, [w], comm)
+        opt = WRAPPERS[kind](inner, [w], comm)
         try:
             opt.initialize([w])
         finally:
@@ -397,8 +359,7 @@ def test_different_inner_optimizers_are_refused_by_all(comm, rank, size, wrapper
         (hpc.Momentum(0.1, 0.5), f"rank {size - 1} has"),
     ):
         error = raised(start, hpc.SGD(0.1) if rank < size - 1 else other)
-        assert type(error) is DisagreementError
-        assert text in str(error)
+        check_error(error, text, kind=DisagreementError)
 
 
 CLASSES = {
@@ -416,6 +377,7 @@ WRONG = {
     "SyncReplicas": {
         "replicas_to_aggregate": [(0, -1, 1 << 20, [1]), (1.0, "1")],
         "total_num_replicas": [(0,), ()],
+        "lateness": [(2, "linear", lambda lag: -1), ()],
     },
     "DropStale": {
         "staleness": [(), (1.0, "1", [1])],
@@ -485,7 +447,6 @@ def test_comm_is_a_communicator(bad):
         assert type(raised(kind, hpc.SGD(1), comm=bad)) is TypeError
 
 
-@pytest.mark.parametrize("kind", WRAPPERS)
 def test_reports_add_up_to_the_statistics(comm, rank, size, kind):
     variables, reports = [variable()], []
     opt = WRAPPERS[kind](hpc.SGD(0.1), variables, comm)
@@ -508,17 +469,13 @@ def test_reports_add_up_to_the_statistics(comm, rank, size, kind):
         assert all(each["updates_per_second"] >= 0 for each in reports)
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_only_one_thread_at_a_time(comm, wrapper):
+def test_only_one_thread_at_a_time(comm, kind):
     w, errors = variable(np.zeros(1)), []
-    opt = WRAPPERS[wrapper](hpc.SGD(1), [w], comm)
-    opt.initialize([w])
+    opt = started(WRAPPERS[kind](hpc.SGD(1), [w], comm), [w])
     push = functools.partial(opt.minimize, gives(np.ones(1)))
 
     def in_thread(call, *args):
-        thread = threading.Thread(target=lambda: errors.append(raised(call, *args)))
-        thread.start()
-        thread.join()
+        errors.extend(in_threads(lambda: raised(call, *args)))
 
     def loss():
         in_thread(opt.gradient_arrays)

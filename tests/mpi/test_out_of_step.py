@@ -9,6 +9,7 @@ import hpcaccum as hpc
 from hpcaccum import DisagreementError, group_of
 from tests import internals
 
+from ..common import check_error
 from .expiring import times_out_without
 from .reducing import EACH, SHAPES, works
 from .support import WAIT
@@ -16,13 +17,7 @@ from .test_reducer_waiting import copying, starting
 from .training import meet, raised
 
 pytestmark = [pytest.mark.ranks(min=2), pytest.mark.own_comm, pytest.mark.any_size]
-
-
-@pytest.fixture(autouse=True)
-def _soon():
-    """Let ranks report early that they wait: those that move data keep cores busy."""
-    with internals.limits(patience=0.03):
-        yield
+pytestmark += [pytest.mark.usefixtures("impatient")]
 
 
 @pytest.fixture
@@ -33,11 +28,7 @@ def at_once():
 
 
 def checked(error, *calls):
-    """Check that an error names calls."""
-    assert type(error) is DisagreementError, repr(error)
-    assert str(error).startswith("ranks make different calls: ")
-    for call in calls:
-        assert call in str(error)
+    check_error(error, "ranks make different calls: ", *calls, kind=DisagreementError)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import pytest
 import hpcaccum as hpc
 
 from .. import naive, soak
-from ..common import same_bits
-from .training import WRAPPERS, meet
+from ..common import check_error, same_bits
+from .training import WRAPPERS, gives, meet, raised, started
 
 SHAPES = {"scalar": (), "empty": (0, 3), "matrix": (7, 5), "large": (150_000,)}
 CALLS = 4
@@ -28,7 +28,6 @@ def weight(rank, call):
 
 
 def drawn(rank, call):
-    """Return the gradients of a rank, the same on every rank."""
     random = np.random.default_rng([rank, call])
     return {
         name: np.asarray(random.integers(-8, 9, shape), np.float32)
@@ -62,8 +61,7 @@ def train(comm):
     @contextlib.contextmanager
     def train(wrap):
         own = [hpc.Variable(array, name) for name, array in ones().items()]
-        with wrap(hpc.Momentum(0.25, 0.5), own, comm) as opt:
-            opt.initialize(own)
+        with started(wrap(hpc.Momentum(0.25, 0.5), own, comm), own) as opt:
             yield Training(opt, own, comm.rank)
 
     return train
@@ -211,6 +209,58 @@ def in_order(receipts):
     updates.sort(key=lambda update: update[0])
     assert [step for step, *_ in updates] == list(range(len(updates)))
     return [update[1:] for update in updates]
+
+
+def batches(size):
+    """Return the data of each rank: 32 and 8 samples, and maybe 24 and 3."""
+    rng = np.random.default_rng(0)
+    lengths = [32, 8, 24, 3][:size]
+    return [(rng.normal(size=(n, 3)), rng.normal(size=n)) for n in lengths]
+
+
+def gradient(w, data):
+    """Return the gradient of the mean squared error."""
+    x, y = data
+    return 2 / len(y) * x.T @ (x @ w - y)
+
+
+@pytest.mark.own_comm
+@pytest.mark.parametrize("name", ["CrossShard", "SyncReplicas"])
+def test_batches_of_different_length_are_as_one(group, rank, size, name):
+    parts, w, expected = batches(size), hpc.Variable(np.zeros(3), "w"), np.zeros(3)
+    data = [np.concatenate(each) for each in zip(*parts, strict=True)]
+    weight = len(parts[rank][1])
+
+    def loss():
+        return 0.0, [gradient(w.value, parts[rank])]
+
+    with WRAPPERS[name](hpc.SGD(0.1), [w], group) as opt:
+        for step in range(3):
+            if step % 2:
+                opt.apply_gradients(opt.compute_gradients(loss, [w]), weight=weight)
+            else:
+                opt.minimize(loss, var_list=[w], weight=weight)
+            expected -= 0.1 * gradient(expected, data)
+    np.testing.assert_allclose(w.value, expected, 1e-12)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_what_is_no_weight_is_refused(comm, rank, name):
+    w = hpc.Variable(np.zeros(5), "w")
+    with started(WRAPPERS[name](hpc.SGD(1), [w], comm), [w]) as opt:
+        for weight in (0, np.inf, "1", None, True):
+            # With CrossShard, that of one rank is an error on all.
+            mine = 2.0 if rank and name == "CrossShard" else weight
+            error = raised(opt.minimize, gives(np.ones(5)), weight=mine)
+            check_error(error, "weight must be a finite number above 0")
+        meet()
+        assert opt.global_step == sum(opt.statistics().accepted) == 0
+        meet()
+        if name == "CrossShard":
+            opt.minimize(gives(np.ones(5)), weight=2)
+            same_bits(w.value, -np.ones(5))
+    with pytest.raises(TypeError, match="weight"):
+        hpc.SGD(1).minimize(gives(np.ones(5)), var_list=[w], weight=2)
 
 
 @pytest.mark.parametrize("kind", ["accumulator", "optimizer", "reducer", "all"])

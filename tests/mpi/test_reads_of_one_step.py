@@ -9,9 +9,10 @@ import hpcaccum as hpc
 from hpcaccum import InvalidArgumentError, deadline
 from tests import internals
 
-from .acting import VAIN, WAIT, until
-from .test_waiting_for_updates import in_vain_fixture  # noqa: F401
-from .training import ONE_SIDED, WRAPPERS, Gate, gives, meet, raised, variable
+from ..common import VAIN, WAIT, check_error
+from .acting import until
+from .support import meet
+from .training import ONE_SIDED, WRAPPERS, Gate, gives, raised, started, variable
 
 pytestmark = pytest.mark.any_size
 
@@ -21,8 +22,7 @@ pytestmark = pytest.mark.any_size
 def test_centers_of_several_variables_are_of_one_step(comm, rank, size, slow):
     kinds, calls = ("f2", "f4", "f8"), 50
     variables = [variable(np.zeros(3), kind, kind) for kind in kinds]
-    with ONE_SIDED["DropStale"](hpc.SGD(1), variables, comm) as opt:
-        opt.initialize(variables)
+    with started(ONE_SIDED["DropStale"](hpc.SGD(1), variables, comm), variables) as opt:
         meet()
         if rank == size - 1:
             # Meanwhile others make several updates.
@@ -42,8 +42,7 @@ def test_centers_of_several_variables_are_of_one_step(comm, rank, size, slow):
 @pytest.mark.parametrize("kind", ONE_SIDED)
 def test_the_center_of_an_unknown_variable_is_refused(comm, kind):
     w = variable()
-    with ONE_SIDED[kind](hpc.SGD(1), [w], comm) as opt:
-        opt.initialize([w])
+    with started(ONE_SIDED[kind](hpc.SGD(1), [w], comm), [w]) as opt:
         for bad in (variable(), [w, variable(name="v")]):
             assert isinstance(raised(opt.center, bad), InvalidArgumentError)
         assert type(raised(opt.center, "w")) is TypeError
@@ -73,8 +72,7 @@ class Halves(hpc.SGD):
 def test_a_slot_of_the_center_is_never_half_updated(comm, rank, size):
     w, found = variable(), []
     inner = Halves(w)
-    with hpc.DropStaleGradientOptimizer(inner, 9, comm=comm) as opt:
-        opt.initialize([w])
+    with started(hpc.DropStaleGradientOptimizer(inner, 9, comm=comm), [w]) as opt:
         if rank == 0:
             push = threading.Thread(target=opt.minimize, args=(gives(1.0),))
             push.start()
@@ -123,20 +121,17 @@ def test_updates_wait_while_they_are_paused(comm, rank, size):
 @pytest.mark.parametrize("kind", ONE_SIDED)
 def test_a_call_that_would_wait_for_a_paused_update_is_refused(comm, kind, rank):
     w = variable()
-    opt = ONE_SIDED[kind](hpc.SGD(1), [w], comm)
-    opt.initialize([w])
+    opt = started(ONE_SIDED[kind](hpc.SGD(1), [w], comm), [w])
     if rank == 0:
         with opt.paused(), opt.paused() as step:
             calls = [lambda: [opt.minimize(gives(1.0)) for _ in range(2)], opt.free]
             errors = [raised(call) for call in calls]
             assert step == opt.global_step == 0
         for error in errors:
-            assert type(error) is InvalidArgumentError
-            assert "updates, which are paused" in str(error)
+            check_error(error, "updates, which are paused")
     else:
         error = raised(lambda: opt.paused().__enter__())
-        assert type(error) is InvalidArgumentError
-        assert "snapshot() does; call it on rank 0" in str(error)
+        check_error(error, "snapshot() does; call it on rank 0")
     meet()
     opt.free()
     if rank == 0:
@@ -167,8 +162,7 @@ def test_a_read_that_waits_too_long_names_what_it_waits_for(comm, rank, in_vain)
         begun.set()
         assert go.wait(WAIT)
 
-    with ONE_SIDED["DropStale"](Gate(update), [w], comm) as opt:
-        opt.initialize([w])
+    with started(ONE_SIDED["DropStale"](Gate(update), [w], comm), [w]) as opt:
         meet()
         if rank == 0:
             internals.push(opt, {"w": np.ones(())}, 0)

@@ -100,9 +100,6 @@ def test_calls_of_two_reducers_may_overlap(maker, size):
     assert (found == 2 * size).all()
 
 
-# Numbers
-
-
 @ALL
 def test_statistics(maker, size):
     reducer = maker({"x": (500,), "y": (3,)}, bucket_bytes=SMALL)
@@ -133,9 +130,6 @@ def test_a_gradient_is_held_once_a_rank_and_its_result_once_a_node(maker, rank, 
     assert statistics.result_bytes <= (layout.size * 4 if first else 0)
     if first and any(rank in ranks for ranks in maker.nodes if len(ranks) > 1):
         assert statistics.result_bytes == layout.size * 4
-
-
-# The end
 
 
 @ALL

@@ -15,7 +15,6 @@ from hpcaccum.reducer.inputs import Inputs
 from hpcaccum.reducer.schedule import Schedule
 from hpcaccum.rows import RowExchange
 from hpcaccum.rows import exchange as row_exchange
-from tests import internals
 
 from ..common import every_pair
 from .acting import interrupted, meet
@@ -24,6 +23,7 @@ from .reducing import ALL, KINDS, ONES, SHAPES, works
 from .training import cross_shard_fixture, gives, raised, variable  # noqa: F401
 
 pytestmark = [pytest.mark.ranks(min=2), pytest.mark.any_size, pytest.mark.own_comm]
+pytestmark += [pytest.mark.usefixtures("impatient")]
 
 # Where a step ends: before, in and after the exchange.
 STEPS = {
@@ -38,18 +38,10 @@ STEPS = {
 
 @pytest.fixture
 def odd(request, size):
-    """The rank whose call ends."""
     return 0 if request.param == "first" else size - 1
 
 
-@pytest.fixture(autouse=True)
-def _impatient():
-    with internals.limits(patience=0.03):
-        yield
-
-
 def ended(monkeypatch, place, call, *args):
-    """Have a call end at a place."""
     with monkeypatch.context() as patch:
         patch.setattr(*place, Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):

@@ -18,8 +18,7 @@ from hpcaccum.reducer.schedule import MessageSchedule
 
 from ..common import every_pair
 from .reducing import ALL, KINDS, OPTIONS, SMALL, Maker, check, drawn, parts_of
-from .support import together
-from .training import meet
+from .support import meet, together
 
 # Some four buckets of float32; an array of several, and several arrays in one.
 SHAPES = {
@@ -127,7 +126,6 @@ WAYS = [
 def check_ways(
     maker, reducer, ways, shapes=SHAPES, dtype=np.float32, first=0, **options
 ):
-    """Compare calls, each in the next way and with other arrays."""
     rank, size = maker.group.rank, maker.group.size
     for call, way in enumerate(ways, first):
         parts = parts_of(shapes, size, call, dtype=dtype)
@@ -258,9 +256,6 @@ def test_an_overflow_becomes_infinity(maker):
     assert (reducer.wait()["x"] == -np.inf).all()
 
 
-# Ranks that are late
-
-
 def delayed(reducer, seed):
     """Delay this rank at random in all that other ranks could depend on."""
     chance = random.Random(seed)
@@ -314,9 +309,6 @@ def test_results_stay_until_this_rank_begins_again(maker, rank, size):
                     reducer.start(name, array)
             check(maker, reducer.wait(), after, np.float32)
             found = first(reducer, before[rank])
-
-
-# Random layouts and calls
 
 
 @st.composite

@@ -8,6 +8,7 @@ from hpcaccum.nodes import Agent
 from tests import internals
 
 from .acting import at, interrupted, meet, same_bits
+from .on_nodes import leaders, workers
 from .test_servers import dedicated
 from .training import gives, raised
 
@@ -76,15 +77,13 @@ class Fails(hpc.SGD):
 @pytest.mark.ranks(min=2)
 @pytest.mark.parametrize("several", [False, True])
 def test_a_server_whose_update_fails_is_broken(group, several):
-    servers = [ranks[0] for ranks in group.nodes][: 1 + several]
-    if len(servers) == group.size:
-        pytest.skip("no rank is left to train")
-    var = hpc.Variable(np.zeros(COUNT), "w")
+    servers, var = leaders(group)[: 1 + several], hpc.Variable(np.zeros(COUNT), "w")
+    training = workers(group, servers)
     opt = hpc.DropStaleGradientOptimizer(
         Fails(1.0), 9, comm=group, servers=servers, dedicated=True
     )
     opt.initialize([var])
-    if group.rank == next(r for r in range(group.size) if r not in servers):
+    if group.rank == training[0]:
         internals.push(opt, {"w": np.ones(COUNT)}, 0)
     if group.rank == servers[-1]:
         assert type(raised(opt.serve)) is MemoryError
@@ -127,7 +126,7 @@ def test_a_read_within_another_one_gets_its_own_answers(group, step):
 
 def test_slots_are_asked_for_again_after_an_interruption(group):
     # Answers are large: MPI does not send them before the host receives them.
-    count, servers = 1 << 15, [ranks[0] for ranks in group.nodes]
+    count, servers = 1 << 15, leaders(group)
     var, rule = hpc.Variable(np.zeros(count), "w"), hpc.Momentum(1.0, 0.5)
     opt = hpc.SyncReplicasOptimizer(rule, group.size, comm=group, servers=servers)
     opt.initialize([var])

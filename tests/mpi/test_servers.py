@@ -11,18 +11,15 @@ from hpcaccum.errors import format_ranks
 from hpcaccum.mpi.job.runtime import MPI
 from tests import internals
 
-from .acting import meet, same_bits, until
-from .on_nodes import leads, named
-from .test_waiting_for_updates import in_vain_fixture  # noqa: F401
-from .training import ONE_SIDED, RULES, drawn, gives, raised, several, turns
+from ..common import check_error, same_bits
+from .acting import until
+from .on_nodes import leaders, leads, named, workers
+from .support import meet
+from .training import ONE_SIDED, RULES, diloco, drawn, gives, raised, several, turns
 
 
 def flat(arrays):
     return np.concatenate([each.ravel() for each in arrays])
-
-
-def leaders(group):
-    return [ranks[0] for ranks in group.nodes]
 
 
 def last_ranks(group):
@@ -68,30 +65,28 @@ def compare(one, other):
             same_bits(left, right)
 
 
+# Of call 1 no rank has the vector's gradient; of call 2, rank 0 lacks the matrix's.
+LACKING = {
+    "dtypes": (np.float16, np.float32, np.float64),
+    "lacks": [(1, 2, range(9)), (2, 0, [0])],
+    "calls": 4,
+}
+
+
 @pytest.mark.parametrize(
-    ("kind", "choose"),
+    ("kind", "choose", "options"),
     [
-        ("SGD", leaders),
-        ("Momentum", last_ranks),
-        ("Adagrad", leaders),
-        ("Adam", last_ranks),
+        ("SGD", leaders, {}),
+        ("Momentum", last_ranks, {}),
+        ("Adagrad", leaders, {}),
+        ("Adam", last_ranks, {}),
+        ("Adam", leaders, LACKING),
     ],
 )
-def test_bits_are_those_of_one_server(group, kind, choose):
+def test_bits_are_those_of_one_server(group, kind, choose, options):
     servers = choose(group)
-    alone = train(group, RULES[kind](), servers[0])
-    compare(train(group, RULES[kind](), servers), alone)
-
-
-def test_bits_with_missing_gradients_and_several_dtypes(group):
-    # Of call 1 nobody has the vector's gradient; of call 2, rank 0 lacks the matrix's.
-    options = {
-        "dtypes": (np.float16, np.float32, np.float64),
-        "lacks": [(1, 2, range(group.size)), (2, 0, [0])],
-        "calls": 4,
-    }
-    alone = train(group, RULES["Adam"](), None, **options)
-    compare(train(group, RULES["Adam"](), leaders(group), **options), alone)
+    alone = train(group, RULES[kind](), servers[0], **options)
+    compare(train(group, RULES[kind](), servers, **options), alone)
 
 
 class Normed(hpc.Optimizer):
@@ -118,12 +113,7 @@ def drop_stale(rule, _, group, servers):
     return hpc.DropStaleGradientOptimizer(rule, 0, comm=group, servers=servers)
 
 
-def local_steps(rule, _, group, servers):
-    outer = hpc.Momentum(0.7, 0.9, use_nesterov=True)
-    return hpc.LocalStepsOptimizer(rule, outer, 2, comm=group, servers=servers)
-
-
-@pytest.mark.parametrize("make", [drop_stale, ONE_SIDED["AGN"], local_steps])
+@pytest.mark.parametrize("make", [drop_stale, ONE_SIDED["AGN"], diloco])
 def test_single_gradients_are_applied_in_order(group, make):
     found = []
     for servers in (None, leaders(group)):
@@ -254,13 +244,9 @@ def test_a_learning_rate_set_on_the_host_is_that_of_all_servers(group):
 
 def dedicated(group, rule):
     """Return a variable, its optimizer, and the ranks that only serve."""
-    servers = leaders(group)
-    if len(servers) == group.size:
-        pytest.skip("no rank is left to train")
-    var, workers = hpc.Variable(np.zeros(300), "w"), group.size - len(servers)
-    opt = hpc.SyncReplicasOptimizer(
-        rule, workers, comm=group, servers=servers, dedicated=True
-    )
+    var, servers = hpc.Variable(np.zeros(300), "w"), leaders(group)
+    options = {"comm": group, "servers": servers, "dedicated": True}
+    opt = hpc.SyncReplicasOptimizer(rule, len(workers(group, servers)), **options)
     opt.initialize([var])
     return var, opt, servers
 
@@ -317,9 +303,6 @@ def test_auto_is_one_rank_of_each_node_for_large_variables(group, caplog):
         opt.free()
 
 
-# Errors
-
-
 @pytest.mark.ranks(min=2)
 def test_a_server_needs_ranks_that_train(comm, size):
     with pytest.raises(InvalidArgumentError, match=f"{size} to serve"):
@@ -341,16 +324,13 @@ def test_two_servers_of_one_node_are_refused(group):
 def test_without_threads_several_servers_are_refused(group, monkeypatch):
     # There is no advice for it: servers that only serve need them, too.
     monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
-    servers = [ranks[0] for ranks in group.nodes]
-    if len(servers) == 1:
-        pytest.skip("the ranks are on one node")
+    servers = leaders(group)
     for only_serves in sorted({False, len(servers) < group.size}):
         opt = hpc.SyncReplicasOptimizer(
             hpc.SGD(1.0), 1, comm=group, servers=servers, dedicated=only_serves
         )
         error = raised(opt.initialize, [hpc.Variable(np.zeros(3), "w")])
-        assert type(error) is InvalidArgumentError
-        assert "MPI provides no MPI_THREAD_MULTIPLE" in str(error)
+        check_error(error, "MPI provides no MPI_THREAD_MULTIPLE")
         assert "dedicated" not in str(error)
 
 
@@ -374,20 +354,18 @@ def test_a_server_that_does_not_serve_is_named(group, in_vain):
 @pytest.mark.parametrize("kind", ["sync", "single"])
 def test_servers_are_not_among_the_missing_ranks(group, kind, in_vain):
     servers = leaders(group)
-    workers = [rank for rank in range(group.size) if rank not in servers]
-    if not workers:
-        pytest.skip("no rank is left to train")
+    training = workers(group, servers)
     var = hpc.Variable(np.zeros(300), "w")
     options = {"comm": group, "servers": servers, "dedicated": True}
     if kind == "sync":
-        opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), len(workers) + 1, **options)
+        opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), len(training) + 1, **options)
     else:
         opt = hpc.DropStaleGradientOptimizer(hpc.SGD(1.0), 100, **options)
     opt.initialize([var])
     meet()
-    if group.rank == workers[0]:
+    if group.rank == training[0]:
         message = in_vain(internals.wait_for, opt, 1)
-        assert f"from {format_ranks(workers)}" in message
+        assert f"from {format_ranks(training)}" in message
     meet()
     opt.serve() if group.rank in servers else opt.leave()
     meet()
@@ -444,8 +422,7 @@ def test_a_pause_is_between_two_updates_of_all_servers(group, slow):
 
 
 def test_what_is_called_after_an_update_is_called_before_the_next_one(group):
-    if len(group.nodes) == group.size:
-        pytest.skip("no rank is left to train")
+    training = workers(group, leaders(group))
     var, opt, servers = asynchronous(group, hpc.SGD(1.0), dedicated=True)
     steps, centers = [], []
 
@@ -463,7 +440,7 @@ def test_what_is_called_after_an_update_is_called_before_the_next_one(group):
     meet()
     opt.free()
     if group.rank == servers[0]:
-        assert steps == [*range(1, 5 * (group.size - len(servers)) + 1)]
+        assert steps == [*range(1, 5 * len(training) + 1)]
         for step, center in zip(steps, centers, strict=True):
             assert (center == step).all()
 

@@ -368,7 +368,6 @@ def test_accumulator_does_what_the_model_does(drawn):
 
 
 def outcome(do, *args, **kwargs):
-    """Return a result, or the type of an error."""
     try:
         return do(*args, **kwargs)
     except (INVALID, hpc.WaitTimeoutError) as error:

@@ -20,7 +20,6 @@ OFTEN = 10
 
 @pytest.fixture
 def make(make_one):
-    """Return a function that makes an optimizer."""
     return lambda period, own, inner=None: make_one(
         ONE_SIDED["AGN"], inner or hpc.SGD(1.0), own, period=period
     )
@@ -195,21 +194,24 @@ def test_the_sum_has_room_for_the_rows_of_a_period(make, rank, size):
 
 
 def test_init_op_takes_the_center_and_forgets_the_sums(make, rank, size):
-    w = table()
-    opt = make(2, [w])
+    w, b = table(), variable(name="b")
+    opt = make(2, [w, b])
     init = opt.get_init_op(task_index=rank)
     init()
 
     def act(_):
-        opt.minimize(gives(rows(1, 3, value=4.0)))
+        opt.minimize(gives(rows(1, 3, value=4.0), 4.0))
         init()
-        after = w.value[:4, 0, 0].tolist()
-        opt.minimize(gives(rows(1, value=2.0)))
-        return after, w.value[:4, 0, 0].tolist()
+        after = *w.value[:4, 0, 0], float(b.value)
+        # The count of calls is not forgotten, so this call pushes.
+        opt.minimize(gives(rows(1, value=2.0), 2.0))
+        return after, (*w.value[:4, 0, 0], float(b.value))
 
     found = turns(range(size), act)
     # Only the second gradient of each is pushed, as half of a sum.
-    assert found == [([0, -n, 0, 0], [0, -n - 1, 0, 0]) for n in range(size)]
+    assert found == [
+        ((0, -n, 0, 0, -n), (0, -n - 1, 0, 0, -n - 1)) for n in range(size)
+    ]
 
 
 def test_a_getter_makes_sparse_variables(comm, rank, size):

@@ -9,7 +9,7 @@ from tests import internals
 from ..common import same_bits
 from ..lazy_rules import LazyRule
 from .test_sparse_server import mean_of
-from .training import ONE_SIDED, gives, meet, turns, variable
+from .training import ONE_SIDED, gives, meet, started, turns, variable
 
 ROWS, USED = 160, 30
 # The rows of a gradient take less, or more, than what an agent sends first.
@@ -35,8 +35,7 @@ def test_all_nodes_have_the_results_of_plain_formulas(group, rank, size, kind, w
     w, v, b = table(width), table(3, "v", "f4"), variable(np.zeros(2), name="b")
     models = LazyRule("Momentum", w.value), LazyRule("Momentum", v.value)
     rule, host = hpc.Momentum(0.5, 0.75), size - 1
-    with ONE_SIDED[kind](rule, [w, v, b], group, host=host) as opt:
-        opt.initialize([w, v, b])
+    with started(ONE_SIDED[kind](rule, [w, v, b], group, host=host), [w, v, b]) as opt:
 
         def act(call):
             grads = drawn(rank, call, width), drawn(rank, call + 50, 3), np.ones(2)
@@ -99,8 +98,7 @@ def log(request):
 def test_ranks_may_be_behind_by_any_number_of_updates(group, rank, log):
     w, b = table(6), variable(np.zeros(1), name="b")
     model = LazyRule("SGD", w.value)
-    with ONE_SIDED["DropStale"](hpc.SGD(0.5), [w, b], group) as opt:
-        opt.initialize([w, b])
+    with started(ONE_SIDED["DropStale"](hpc.SGD(0.5), [w, b], group), [w, b]) as opt:
         meet()
         for call in range(12):
             if rank == 0:

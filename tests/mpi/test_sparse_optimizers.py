@@ -11,7 +11,7 @@ from hpcaccum import Reduction
 from hpcaccum.rows import exchange as row_exchange
 
 from .acting import meet, same_bits
-from .training import ONE_SIDED, gives, raised, variable
+from .training import ONE_SIDED, gives, raised, started, variable
 
 pytestmark = pytest.mark.any_size
 
@@ -28,7 +28,6 @@ def way(request, monkeypatch):
 
 @pytest.fixture
 def make(make_one, way):
-    """Return a function that makes an optimizer."""
     return lambda rule=None, *args, **options: make_one(
         hpc.CrossShardOptimizer, rule or hpc.SGD(1.0), *args, **options
     )
@@ -249,8 +248,7 @@ def test_several_servers_refuse_sparse_variables(group):
 @pytest.mark.parametrize("both", [False, True])
 def test_gradients_may_lie_in_memory_of_the_server(comm, both):
     w, v = table(sparse=False), table(sparse=False, name="v")
-    with ONE_SIDED["SyncReplicas"](hpc.SGD(1.0), [w, v], comm) as opt:
-        opt.initialize([w, v])
+    with started(ONE_SIDED["SyncReplicas"](hpc.SGD(1.0), [w, v], comm), [w, v]) as opt:
 
         def loss():
             # Of w in the place of w, and of v in the place of w, too.

@@ -9,7 +9,7 @@ from tests import internals
 
 from ..common import every_pair, same_bits
 from ..lazy_rules import MAKERS, LazyRule
-from .training import ONE_SIDED, Gate, gives, meet, raised, variable
+from .training import ONE_SIDED, Gate, gives, meet, raised, started, variable
 
 pytestmark = pytest.mark.any_size
 
@@ -21,7 +21,6 @@ INVALID = hpc.InvalidArgumentError
 
 @pytest.fixture
 def make(make_one):
-    """Return a function that makes an optimizer."""
     kinds = {"sync": hpc.SyncReplicasOptimizer, "stale": hpc.DropStaleGradientOptimizer}
     return lambda kind, *args, **options: make_one(kinds[kind], *args, **options)
 
@@ -221,8 +220,7 @@ def test_tables_without_elements_and_vectors(make, rank, size, kind, shape):
 
 def test_only_rows_that_changed_are_copied(make, rank, size, copies):
     w = hpc.Variable(np.zeros((20_000, 4), "f4"), "w", sparse=True, capacity=3)
-    opt = make("sync", hpc.Adam(0.1), size)
-    opt.initialize([w])
+    opt = started(make("sync", hpc.Adam(0.1), size), [w])
     loss = gives(hpc.IndexedSlices(np.ones((3, 4), "f4"), [0, 5, 9 + rank]))
     counted = []
     for _ in range(4):
@@ -258,8 +256,7 @@ def test_reads_of_the_center_do_not_make_pulls_longer(make, rank, copies):
 def test_no_rank_sees_half_an_update(make, comm, rank, size):
     half = 16
     w = hpc.Variable(np.zeros((2 * half, 5000), "f4"), "w", sparse=True, capacity=2)
-    opt = make("stale", hpc.SGD(1.0), 10**6)
-    opt.initialize([w])
+    opt = started(make("stale", hpc.SGD(1.0), 10**6), [w])
     nothing = gives(hpc.IndexedSlices(np.ones((0, 5000), "f4"), []))
     meet()
     if rank == size - 1:
@@ -329,8 +326,7 @@ WRONG = {
 def test_a_wrong_gradient_changes_nothing(comm, rank, size, kind):
     w, b = table(capacity=7), variable(0.0, name="b")
     fits = hpc.IndexedSlices(np.ones((9, *ROW)), [*range(7), 0, 1])
-    with ONE_SIDED[kind](hpc.SGD(1.0), [w, b], comm) as opt:
-        opt.initialize([w, b])
+    with started(ONE_SIDED[kind](hpc.SGD(1.0), [w, b], comm), [w, b]) as opt:
         opt.minimize(gives(fits, 1.0))
         before = w.value.copy(), b.value.copy()
         for wrong, error, text in WRONG.values() if rank == size - 1 else ():

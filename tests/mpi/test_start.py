@@ -11,16 +11,13 @@ from hpcaccum import DisagreementError, InvalidArgumentError
 from hpcaccum.optimizers import start
 
 from .test_cross_shard import shards
-from .training import ONE_SIDED, WRAPPERS, gives, meet, raised, variable
+from .training import ONE_SIDED, WRAPPERS, gives, meet, raised, started, variable
 
 pytestmark = pytest.mark.any_size
 
 
 def cross_shard(comm, **options):
     return hpc.CrossShardOptimizer(hpc.SGD(1), comm=comm, **options)
-
-
-# Equal values
 
 
 def odd_ones(rank):
@@ -72,8 +69,7 @@ def test_ranks_that_begin_unlike_end_alike(comm, rank, size, start_by):
 
 def test_the_same_bytes_are_accepted_without_a_broadcast(comm, rank):
     w, v = variable([np.nan, -0.0, 3.0]), variable(np.arange(6.0)[::2], name="v")
-    with cross_shard(comm, sync=False) as opt:
-        opt.initialize([w, v])
+    with started(cross_shard(comm, sync=False), [w, v]) as opt:
         opt.apply_gradients([(np.zeros(3), w), (np.ones(3), v)])
 
 
@@ -101,9 +97,6 @@ def test_other_bytes_are_refused_by_all_of_a_group(comm, rank, size):
         assert "variable 'w' must start with the same values" in str(error)
         assert f"{start.format_ranks(others)} unlike rank {first};" in str(error)
         assert before == np.array([0.0, -0.0 if rank == last else 0.0]).tobytes()
-
-
-# Dtypes
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

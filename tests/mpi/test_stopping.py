@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -13,6 +12,8 @@ from hpcaccum import group_of
 from hpcaccum.errors import RESTART
 from hpcaccum.stopping import INTERRUPTED
 
+from ..common import check_error
+from .acting import in_threads
 from .reducing import made_up
 from .training import ONE_SIDED, meet, raised
 
@@ -98,12 +99,7 @@ def test_an_invalid_time_is_an_error_on_all_ranks(comm, rank, limit):
 
 
 def test_only_the_main_thread_gets_signals(comm):
-    errors = []
-    thread = threading.Thread(target=lambda: errors.append(raised(hpc.Stopping, comm)))
-    thread.start()
-    thread.join()
-    assert isinstance(errors[0], hpc.InvalidArgumentError)
-    assert "main thread" in str(errors[0])
+    check_error(*in_threads(lambda: raised(hpc.Stopping, comm)), "main thread")
 
 
 @pytest.mark.parametrize("dedicated", [False, True])
@@ -129,7 +125,7 @@ def test_ranks_of_a_server_stop_together(comm, rank, size, dedicated, kind):
 
 @pytest.mark.parametrize(("number", "asks"), [("SIGTERM", True), ("SIGINT", False)])
 def test_the_end_of_the_program_asks_for_the_next_start(
-    comm, rank, tmp_path, monkeypatch, number, asks
+    comm, tmp_path, monkeypatch, number, asks
 ):
     file = comm.bcast(tmp_path / "again")
     monkeypatch.setitem(os.environ, "REQUEUE_FILE", str(file))

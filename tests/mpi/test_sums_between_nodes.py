@@ -33,7 +33,6 @@ def limits():
 
 @pytest.fixture
 def make(group, keep):
-    """Return a function that makes accumulators."""
 
     def make(dtype="f8", count=COUNT):
         return keep(ConditionalAccumulator(dtype, (count,), comm=group))

@@ -16,14 +16,10 @@ pytestmark = pytest.mark.any_size
 
 @pytest.fixture
 def make(make_one):
-    """Return a function that makes an optimizer."""
     kind = hpc.SyncReplicasOptimizer
     return lambda quorum, own, inner=None, **options: make_one(
         kind, inner or hpc.SGD(1), quorum, variables=own, **options
     )
-
-
-# Backups
 
 
 @pytest.mark.ranks(min=2)
@@ -37,9 +33,6 @@ def test_all_that_are_there_are_in_the_mean(comm, rank, size):
         opt.leave() if rank else opt.serve()
     assert w.value == -size / 2
     assert opt.global_step == 1
-
-
-# A quorum larger than the number of workers
 
 
 def test_a_quorum_of_two_each(make, rank, size):
@@ -79,9 +72,6 @@ def test_a_share_is_of_one_step(make, rank, size):
     assert opt.center(w) == -3
 
 
-# Leaving and waiting
-
-
 @pytest.mark.ranks(min=2)
 def test_waiting_is_counted_on_those_who_wait(make, rank, size):
     w = variable()
@@ -105,9 +95,6 @@ def test_a_gradient_of_none_is_left_out_of_the_mean(make, rank, size):
     opt.minimize(gives(3.0, 3.0 if rank == 0 else None, None), weight=rank + 2)
 
     np.testing.assert_allclose([w.value, v.value, u.value], [-3, -3, 5], rtol=1e-14)
-
-
-# Arguments
 
 
 def test_the_number_of_replicas_is_only_checked(make, comm, size):

@@ -18,7 +18,7 @@ from hpcaccum.mpi.talk.creation import alone
 
 from .acting import meet
 from .reducing import made_up
-from .training import WRAPPERS
+from .training import WRAPPERS, started
 
 pytestmark = [pytest.mark.ranks(min=2), pytest.mark.own_comm, pytest.mark.any_size]
 
@@ -65,8 +65,7 @@ def reducer(schedule, comm):
 
 def optimizer(kind, comm):
     w = hpc.Variable(np.zeros(300), "w")
-    opt = WRAPPERS[kind](hpc.SGD(0.1), [w], comm)
-    opt.initialize([w])
+    opt = started(WRAPPERS[kind](hpc.SGD(0.1), [w], comm), [w])
     for _ in range(2):
         opt.minimize(lambda: (1.0, [w.value - 1]))
     return opt

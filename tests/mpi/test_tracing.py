@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
-from hpcaccum import InvalidArgumentError, deadline, group_of, spans, tracing
+from hpcaccum import InvalidArgumentError, deadline, spans, tracing
 from hpcaccum.spans import MARKED
 
 from .reducing import made_up
-from .training import WRAPPERS, gives, meet, raised, variable
+from .training import WRAPPERS, check_error, gives, meet, raised, started, variable
 
 pytestmark = pytest.mark.any_size
 
@@ -37,7 +37,6 @@ def traced(comm, tmp_path):
 
 @pytest.fixture
 def nodes(comm):
-    """A group on two nodes."""
     return made_up(comm, "halves")
 
 
@@ -83,8 +82,7 @@ def check_nesting(row):
 
 def train(maker, on, **options):
     w = variable(np.zeros(LENGTH), np.float32)
-    with maker(hpc.SGD(0.1), [w], on, **options) as opt:
-        opt.initialize([w])
+    with started(maker(hpc.SGD(0.1), [w], on, **options), [w]) as opt:
         for _ in range(4):
             opt.minimize(gives(np.ones(LENGTH, np.float32)), var_list=[w])
 
@@ -131,9 +129,8 @@ def test_file_of_all_strategies(traced, comm):
 
 
 @pytest.mark.ranks(min=2)
+@pytest.mark.usefixtures("one_node")  # the ranks of a node update together
 def test_every_marked_method_is_in_a_trace(traced, comm, nodes):
-    if not group_of(comm).single_node:
-        pytest.skip("the ranks of a node update together only if there is one")
     servers = [each[0] for each in nodes.nodes]
 
     def act():
@@ -232,9 +229,7 @@ def test_an_error_leaves_no_trace_running(traced, comm, tmp_path):
 def test_only_one_trace_at_a_time(traced, comm, tmp_path):
     def act():
         second = hpc.trace(tmp_path / "second.json", comm)
-        error = raised(second.__enter__)
-        assert isinstance(error, InvalidArgumentError)
-        assert "a trace is running already" in str(error)
+        check_error(raised(second.__enter__), "a trace is running already")
 
     traced(act)
 
@@ -247,10 +242,7 @@ def test_only_one_trace_at_a_time(traced, comm, tmp_path):
     ],
 )
 def test_a_bad_path_is_an_error_on_every_rank(comm, path, kind, message):
-    error = raised(hpc.trace(path, comm).__enter__)
-
-    assert type(error) is kind
-    assert message in str(error)
+    check_error(raised(hpc.trace(path, comm).__enter__), message, kind=kind)
 
 
 def test_a_full_disk_is_an_error_on_rank_0_and_no_hang(comm, rank):

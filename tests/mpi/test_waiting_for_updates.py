@@ -11,23 +11,9 @@ from hpcaccum.errors import format_ranks
 from tests import internals
 
 from .acting import VAIN, WAIT, Background, interrupted, until
-from .training import ONE_SIDED, Gate, gives, meet, raised, variable
+from .training import ONE_SIDED, Gate, gives, meet, raised, started, variable
 
 pytestmark = pytest.mark.any_size
-
-
-@pytest.fixture(name="in_vain")
-def in_vain_fixture(monkeypatch):
-    """Return a function that makes a call time out, and returns the message."""
-
-    def call(do, *args, seconds=VAIN, **kwargs):
-        with monkeypatch.context() as patch:
-            patch.setenv("HPCACCUM_TIMEOUT", str(seconds))
-            error = raised(do, *args, **kwargs)
-        assert type(error) is WaitTimeoutError
-        return str(error)
-
-    return call
 
 
 def push_in_vain(opt, step, brings, in_vain):
@@ -65,8 +51,7 @@ def test_ranks_whose_gradients_are_missing_are_named(comm, rank, size, in_vain):
 @pytest.mark.ranks(min=3)
 def test_ranks_that_left_are_not_missing(comm, rank, size, in_vain):
     w, late, message = variable(), size - 1, ""
-    with hpc.SyncReplicasOptimizer(hpc.SGD(1), size, comm=comm) as opt:
-        opt.initialize([w])
+    with started(hpc.SyncReplicasOptimizer(hpc.SGD(1), size, comm=comm), [w]) as opt:
         if rank == 1:
             opt.leave()
         until(lambda: internals.left(opt) == [1])
@@ -84,8 +69,7 @@ def test_a_server_that_is_behind_is_named(comm, rank, size, kind, in_vain):
     # The inner optimizer of AGN makes local updates too: only the center waits.
     gate = Gate(lambda: None if threading.current_thread() is main else go.wait(WAIT))
     main = threading.current_thread()
-    with ONE_SIDED[kind](gate, [w], comm, host=host, name="mine") as opt:
-        opt.initialize([w])
+    with started(ONE_SIDED[kind](gate, [w], comm, host=host, name="mine"), [w]) as opt:
         pairs = opt.compute_gradients(gives(1.0))
         meet()
         # Also a busy agent answers in that time.
@@ -105,8 +89,7 @@ def test_a_server_that_is_behind_is_named(comm, rank, size, kind, in_vain):
 def test_a_rank_that_does_not_finish_writing_is_named(comm, rank, size, in_vain):
     # The host: gradients of other nodes are in place when they are admitted.
     w, slow, go = variable(np.zeros(2)), 0, threading.Event()
-    with hpc.SyncReplicasOptimizer(hpc.SGD(1), size, comm=comm) as opt:
-        opt.initialize([w])
+    with started(hpc.SyncReplicasOptimizer(hpc.SGD(1), size, comm=comm), [w]) as opt:
         late = internals.before_records(opt, lambda: rank != slow or go.wait(WAIT))
         with late:
             push = Background(slow, lambda: opt.minimize(gives(np.ones(2))))
@@ -131,8 +114,7 @@ def test_a_gradient_that_was_admitted_and_not_written_is_reported(
     comm, rank, size, in_vain
 ):
     w = variable()
-    with hpc.DropStaleGradientOptimizer(hpc.SGD(1), 9, comm=comm) as opt:
-        opt.initialize([w])
+    with started(hpc.DropStaleGradientOptimizer(hpc.SGD(1), 9, comm=comm), [w]) as opt:
         nothing = in_vain(internals.wait_for, opt, 1)
         meet()
         write = internals.admit_update(opt) if rank == 1 else None
@@ -172,8 +154,7 @@ def test_a_last_update_that_takes_too_long_is_named(comm, rank, monkeypatch):
 @pytest.mark.parametrize("which", [0, -1])
 def test_a_rank_goes_on_after_an_interrupted_wait(comm, rank, size, which):
     w = variable()
-    with hpc.SyncReplicasOptimizer(hpc.SGD(1), size, comm=comm) as opt:
-        opt.initialize([w])
+    with started(hpc.SyncReplicasOptimizer(hpc.SGD(1), size, comm=comm), [w]) as opt:
         if rank == which % size:
             # Its gradient is accepted; the others have given none.
             interrupted(opt.minimize, gives(1.0))

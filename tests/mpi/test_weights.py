@@ -117,9 +117,6 @@ def test_a_weight_must_be_a_number_of_the_sum(make, weight):
     at(0, make("float64").apply_grad, [1, 2], weight=weight)
 
 
-# Rows
-
-
 @pytest.fixture
 def rows():
     yield lambda **options: SPARSE("float64", (10, 2), capacity=8, **options)
@@ -144,9 +141,6 @@ def test_a_row_counts_with_the_weights_of_its_gradients(rows, reduction, same_ra
     assert taken.value.indices.tolist() == [1, 3, 5]
     expected = total / np.maximum(weights, 0.1) if reduction == "MEAN" else total
     same_bits(taken.value.values, expected[[1, 3, 5]])
-
-
-# Between nodes
 
 
 @pytest.mark.own_comm

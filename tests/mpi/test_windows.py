@@ -1,7 +1,6 @@
 """Windows: words that all ranks change, and memory that they reach one-sidedly."""
 
 import errno
-import threading
 
 import numpy as np
 import pytest
@@ -15,7 +14,8 @@ from hpcaccum.mpi.memory import windows as module
 from hpcaccum.mpi.memory.region import Region
 from hpcaccum.nodes import words_of
 
-from .acting import WAIT, at, everywhere, meet, until
+from ..common import WAIT
+from .acting import at, everywhere, in_threads, meet, until
 from .support import add_often
 
 pytestmark = [pytest.mark.own_comm, pytest.mark.any_size]
@@ -134,15 +134,7 @@ def test_additions_of_all_ranks_and_threads_count(words, size):
         for _ in range(40):
             words.fetch_add(1, 1)
 
-    def add_in_threads():
-        threads = [threading.Thread(target=add) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        add()
-        for thread in threads:
-            thread.join(WAIT)
-
-    everywhere(add_in_threads)
+    everywhere(in_threads, add, add, add)
     assert at(0, words.read, 1) == 120 * size
 
 
@@ -217,10 +209,8 @@ def test_window_is_refused_where_mpi_can_make_no_communicator(comm, monkeypatch)
 
 
 @pytest.fixture
-def windows(comm, monkeypatch):
+def windows(one_node, monkeypatch):
     """The windows of words that are made: root, bytes, and what is called."""
-    if not group_of(comm).single_node:
-        pytest.skip("words are those of a node")
     made, allocate = [], atomic_words.allocate
 
     def watched(group, root, nbytes, unit):

@@ -13,6 +13,7 @@ from mpi4py import MPI
 import hpcaccum as hpc
 from tests import internals
 
+from ..common import check_error as check_error
 from .support import meet as meet
 
 # Variables with a few elements, one, and none; and rules for them.
@@ -44,6 +45,12 @@ def variable(value: Any = 0.0, dtype: Any = np.float64, name: str = "w"):
 def gives(*grads: Any) -> Callable[[], tuple[float, list[Any]]]:
     """Return a loss with these gradients at any variables."""
     return lambda: (0.0, list(grads))
+
+
+def started(optimizer: Any, variables: Any) -> Any:
+    """Return an optimizer after `initialize`. Collective."""
+    optimizer.initialize(variables)
+    return optimizer
 
 
 def computed(optimizer, *grads: Any) -> list[Any]:
@@ -92,6 +99,11 @@ def _agn(inner, variables, comm, host=0, period=2, **options):
 def _sync(inner, variables, comm, dedicated=False, **options):
     options |= {"comm": comm, "dedicated": dedicated}
     return hpc.SyncReplicasOptimizer(inner, comm.size - bool(dedicated), **options)
+
+
+def diloco(inner, _, comm, period=2, **options):
+    outer = hpc.Momentum(0.7, 0.9, use_nesterov=True)
+    return hpc.LocalStepsOptimizer(inner, outer, period, comm=comm, **options)
 
 
 # Name to factory, called with an inner optimizer, variables, a communicator, options.
