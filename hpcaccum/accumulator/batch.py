@@ -61,14 +61,11 @@ class Batch:
 
     def total(self, out: Array, deadline: Deadline, threads: int) -> None:
         """Set ``out`` to the weighted sum of the vectors, divided by `divisor`."""
-        if not (self.parts.mapped or self.is_local):
+        if self.parts.mapped or self.is_local:
+            parts = self.views(out.size)
+            add_in_order(parts, out, self.divisor, threads, self.factors)
+        else:
             add_in_order([self.collect(out.size, deadline)], out, 1, threads)
-            return
-        vectors, factors = [], []
-        for place in self.places:
-            vectors.append(self.parts.view(place, out.size, self.dtype))
-            factors.append(place.factor)
-        add_in_order(vectors, out, self.divisor, threads, factors)
 
     def collect(self, count: int, deadline: Deadline) -> Array:
         """Return the weighted sum, divided by `divisor`; between nodes only.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import cast
 
 from hpcaccum.accumulator.host_calls import FarTake, HostCalls
@@ -79,6 +79,7 @@ class SharedAccumulator(Freeable):
             self.group.named.pop(f"{_KEY} {self.settings.shared_name}", None)
         self._handles -= 1
 
+    @contextlib.contextmanager
     def hold_round(
         self,
         required: int,
@@ -86,7 +87,7 @@ class SharedAccumulator(Freeable):
         *,
         at_least: int | None = None,
         empty: bool = False,
-    ) -> HeldRound:
+    ) -> Iterator[Closed]:
         """Close a round of ``required`` gradients or more, and hold it for a block.
 
         If the block raises, or the admitted writers do not finish in time, the round
@@ -100,7 +101,12 @@ class SharedAccumulator(Freeable):
             take = Take(*of, required, at_least, empty, self.calls)
         else:
             take = FarTake(self.calls, required, at_least)
-        return HeldRound(take, self._taking, deadline)
+        with self._taking.hold("take_grad", deadline):
+            try:
+                yield take.wait(deadline)
+                take.complete()
+            finally:
+                take.leave()
 
     def tally(self) -> Tally:
         """Return the counts of all ranks, with those of earlier runs."""
@@ -155,32 +161,6 @@ class SharedAccumulator(Freeable):
         all_ranks = self.settings.workers == self.group.size
         if all_ranks or self.group.rank != self.settings.host:
             self.writer.leave()
-
-
-class HeldRound:
-    """A round that a take holds for a block; one thread of the rank takes at a time."""
-
-    def __init__(
-        self, take: Take | FarTake, turn: OneThread, deadline: Deadline
-    ) -> None:
-        self._take, self._turn, self._deadline = take, turn, deadline
-
-    def __enter__(self) -> Closed:
-        self._turn.hold("take_grad", self._deadline)
-        try:
-            return self._take.wait(self._deadline)
-        except BaseException as error:
-            self.__exit__(type(error))
-            raise
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # `hold` has begun its block.
-        with self._turn:
-            try:
-                if kind is None:
-                    self._take.complete()
-            finally:
-                self._take.leave()
 
 
 def _differences(old: Settings, new: Settings) -> str:
