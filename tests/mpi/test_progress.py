@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 import hpcaccum as hpc
+from hpcaccum.deadline import MOVING_NAP
 from hpcaccum.mpi.talk.progress import Progress, short_switch_interval
+from tests import internals
 
+from .acting import at
 from .support import WAIT
 from .training import meet
 
@@ -45,6 +48,23 @@ def test_gradients_arrive_while_the_host_computes(comm, rank, size, work, tmp_pa
     if rank == 0:
         mean = acc.take_grad(size - 1, timeout=WAIT)
         assert (mean == size / 2).all()
+    acc.free()
+
+
+@pytest.mark.ranks(min=2)
+def test_naps_are_short_while_another_node_adds_to_a_sum(group, rank, size):
+    acc = hpc.ConditionalAccumulator("float64", (2,), storage="sum", comm=group)
+
+    def nap():
+        meet()
+        return at(0, group.progress.nap, math.inf)
+
+    before = nap()
+    write = internals.admit(acc) if rank == size - 1 else None
+    during = nap()
+    if write is not None:
+        write([1, 2])
+    assert during == MOVING_NAP < min(before, nap())
     acc.free()
 
 
