@@ -13,7 +13,6 @@ NOT_FOR_A_GPU = {
     "test_compile",
     "test_kernels",
     "test_faults",
-    "test_simulator",
     "test_sanitizers",
 }
 collect_ignore: list[str] = []
