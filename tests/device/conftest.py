@@ -8,15 +8,13 @@ import pytest
 
 from ..simulator import install, skip_reason
 
-# They test how kernels are compiled, or run only on the simulator.
+# They run only on the simulator.
 NOT_FOR_A_GPU = {
-    "test_compile",
     "test_kernels",
     "test_faults",
     "test_sanitizers",
 }
 collect_ignore: list[str] = []
-WITHOUT_SIMULATOR = {"test_compile"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,8 +36,7 @@ def pytest_collection_modifyitems(
     if here and (reason := skip_reason()):
         skip = pytest.mark.skip(reason=reason)
         for item in here:
-            if item.path.stem not in WITHOUT_SIMULATOR:
-                item.add_marker(skip)
+            item.add_marker(skip)
 
 
 def on_gpu(config: pytest.Config) -> bool:

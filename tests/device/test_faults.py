@@ -11,7 +11,6 @@ from functools import partial
 
 import cupy
 import cupyx
-import numpy as np
 import pytest
 
 from hpcaccum.device import kernels
