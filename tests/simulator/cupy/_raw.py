@@ -19,50 +19,25 @@ class RawModule:
 
     def __init__(self, code=None, *, options=(), backend="nvrtc"):
         self.code, self.options, self.backend = code, tuple(options), backend
-        self._module = None
-
-    def compile(self, log_stream=None):
-        self._built()
 
     def get_function(self, name):
-        self._built()
-        kernel = RawKernel(self.code, name, self.options, self.backend)
-        kernel._module = self._module
-        return kernel
+        from cpu_cuda import CudaError, build
 
-    def _built(self):
-        if self._module is None:
-            self._module = _build(self.code, self.options, self.backend)
-        return self._module
+        try:
+            return _Kernel(build(self.code, options=self.options), name)
+        except CudaError as error:
+            facts = self.code, "kernel.cu", self.options, self.backend
+            raise CompileException(str(error), *facts) from error
 
 
-def _build(code, options, backend):
-    from cpu_cuda import CudaError, build
-
-    try:
-        return build(code, options=options)
-    except CudaError as error:
-        raise CompileException(
-            str(error), code, "kernel.cu", options, backend
-        ) from error
-
-
-class RawKernel:
+class _Kernel:
     """A kernel of a CUDA source."""
 
-    def __init__(self, code, name, options=(), backend="nvrtc"):
-        self.code, self.name = code, name
-        self.options, self.backend = tuple(options), backend
-        self._module = None
-
-    def compile(self, log_stream=None):
-        if self._module is None:
-            made = RawModule(code=self.code, options=self.options)
-            self._module = made.get_function(self.name)._module
+    def __init__(self, module, name):
+        self._module, self.name = module, name
 
     def __call__(self, grid, block, args, *, shared_mem=0, stream=None):
         """Queue a launch; the next wait reports an error of the kernel."""
-        self.compile()
         grid, block = _sizes(grid), _sizes(block)
         values = [_argument(each) for each in args]
         place = _caller()
