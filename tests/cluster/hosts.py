@@ -13,7 +13,7 @@ process; several clusters can run at a time.
 
 To try something by hand, on 4 hosts with 2 ranks each:
 
-    python tests/cluster/hosts.py -n 4 -r 2 --rate 1gbit -- hpcaccum bench allreduce
+    python -m tests.cluster.hosts -n 4 -r 2 --rate 1gbit -- hpcaccum bench allreduce
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from tests.programs import run_program
 
 PACKAGES = "iproute2 util-linux"
 HOSTS_SCRIPT = Path(__file__).with_name("hosts.sh")
@@ -83,31 +85,11 @@ class Cluster:
     ) -> subprocess.CompletedProcess[str]:
         """Run a program with that many ranks on each host; they are placed in blocks.
 
-        stdout of the result has the errors too, in the order they came.
-
-        Raises:
-            TimeoutError: If it takes longer than ``timeout`` seconds.  It is ended.
+        stdout of the result has the errors too, in the order they came. A program that
+        takes longer than ``timeout`` seconds is ended and fails the test.
         """
         command = self.command(ranks, *program, cwd=cwd)
-        process = subprocess.Popen(
-            command,
-            env=self.environment(env),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        try:
-            output, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            output = _end(process)
-            raise TimeoutError(
-                f"{' '.join(map(str, program))} on {', '.join(self.names)}, {ranks} "
-                f"ranks each, was still running after {timeout:g} s:\n{output}"
-            ) from None
-        return subprocess.CompletedProcess(command, process.returncode, output)
+        return run_program(command, timeout=timeout, env=self.environment(env))
 
     def command(
         self,
@@ -255,16 +237,6 @@ def _mpiexec() -> str:
     if found is None:
         raise RuntimeError(f"no mpiexec in {path}")
     return found
-
-
-def _end(process: subprocess.Popen[str]) -> str:
-    # The group: nsenter does not pass signals on to mpiexec.
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.communicate(timeout=5)[0]
-    return "its output is still open"
 
 
 def main() -> int:

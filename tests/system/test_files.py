@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ..common import json_lines
-from .conftest import run_program
+from ..programs import run_program
 
 pytestmark = pytest.mark.mpi
 
@@ -32,18 +32,15 @@ for words in {}:
 
 
 @pytest.fixture
-def refused(mpirun, tmp_path):
+def refused(mpirun, script, tmp_path):
     """Run commands on two ranks, each to be refused with one line; return the lines."""
 
     def run(*commands):
-        script = tmp_path / "script.py"
-        script.write_text(SCRIPT.format([*map(list, commands)]))
-        result = mpirun(2, script, cwd=tmp_path)
-        script.unlink()
-        assert result.returncode == 0, result.stdout
-        shown = result.stdout.splitlines()
-        assert len(shown) == len(commands), result.stdout
-        assert all("error: " in line for line in shown), result.stdout
+        program = script(SCRIPT.format([*map(list, commands)]))
+        shown = mpirun(2, program, cwd=tmp_path, status=0).stdout.splitlines()
+        program.unlink()
+        assert len(shown) == len(commands), shown
+        assert all("error: " in line for line in shown), shown
         return shown
 
     return run
