@@ -31,7 +31,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from tests.programs import run_program
 
@@ -48,13 +47,6 @@ PROBE = (
 )
 # What a launcher around this may have left: mpiexec would take its hosts.
 FOREIGN = ("SLURM_", "PMI_", "PMIX_", "OMPI_COMM_WORLD_")
-
-
-class Traffic(NamedTuple):
-    """Bytes that went through the link of a host since it was started."""
-
-    sent: int
-    received: int
 
 
 class Cluster:
@@ -147,7 +139,7 @@ class Cluster:
         done = subprocess.run(entered, check=True, stdout=subprocess.PIPE, text=True)
         return done.stdout
 
-    def traffic(self) -> dict[str, Traffic]:
+    def traffic(self) -> dict[str, tuple[int, int]]:
         """Bytes that each host has sent to and received from others, by its name.
 
         Ranks read the same in /sys/class/net/eth0/statistics of their host.
@@ -158,7 +150,7 @@ class Cluster:
         for name, _, counters in (line.strip().partition(":") for line in lines):
             if name in self.names:
                 numbers = [int(number) for number in counters.split()]
-                found[name] = Traffic(sent=numbers[0], received=numbers[8])
+                found[name] = numbers[0], numbers[8]
         return found
 
 
@@ -257,8 +249,8 @@ def main() -> int:
         command = cluster.command(given.r, *given.command)
         env = cluster.environment()
         status = subprocess.run(command, env=env, stdin=subprocess.DEVNULL).returncode
-        for host, count in cluster.traffic().items():
-            line = f"{host}: {count.sent:,} bytes sent, {count.received:,} received"
+        for host, (sent, received) in cluster.traffic().items():
+            line = f"{host}: {sent:,} bytes sent, {received:,} received"
             print(line, file=sys.stderr)
     return status
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import hpcaccum as hpc
+
 from ..simulator import install, skip_reason
 
 # They run only on the simulator.
@@ -41,3 +43,31 @@ def pytest_collection_modifyitems(
 
 def on_gpu(config: pytest.Config) -> bool:
     return config.option.markexpr.strip() == "gpu"
+
+
+# In which forms gradients come: an array, or several by name, one of them empty.
+@pytest.fixture(params=["one", "named"])
+def form(request):
+    return request.param
+
+
+@pytest.fixture
+def make(form):
+    """Make accumulators of a form, and free them."""
+    made = []
+
+    def accumulator(dtype="float32", shape=(2,), **options):
+        wanted = shape
+        if form == "named":
+            wanted = {"weight": shape, "none": (0, 3), "bias": shape}
+        made.append(hpc.DeviceAccumulator(dtype, wanted, **options))
+        return made[-1]
+
+    yield accumulator
+    for each in made:
+        each.free()
+
+
+@pytest.fixture
+def acc(make):
+    return make("float64")

@@ -392,9 +392,8 @@ def test_a_loss_while_memory_is_freed_ends_with_a_status(ends, leg):
 
 # The last rank is killed while it computes a gradient.
 COMMAND = """
-import os, signal, sys
+import os, signal
 from mpi4py import MPI
-from hpcaccum.cli import main
 from hpcaccum.train.model import MLP
 
 compute, calls = MLP.loss_and_gradients, []
@@ -405,23 +404,20 @@ def dying(*args):
         os.kill(os.getpid(), signal.SIGKILL)
     return compute(*args)
 
-if __name__ == "__main__":
-    processes = MPI.COMM_WORLD.allgather(os.getpid())
-    if MPI.COMM_WORLD.rank == 3:
-        MLP.loss_and_gradients = dying
-    sys.exit(main())
+processes = MPI.COMM_WORLD.allgather(os.getpid())
+if MPI.COMM_WORLD.rank == 3:
+    MLP.loss_and_gradients = dying
 """
 
 
 @pytest.fixture
-def train(mpirun, script, tmp_path, digits):
+def train(patched, tmp_path, digits):
     """Run a training that loses a rank; return the status, the output and the log."""
     words = "train", "--strategy", "drop-stale", "--data", digits, "--log", "log.jsonl"
     words += "--epochs", "6", *(f"--straggler={rank}:20" for rank in range(3))
 
-    def run(program):
-        path = script(program)
-        result = mpirun(4, path, *words, cwd=tmp_path, survive=True)
+    def run(before):
+        result = patched(4, before, *words, cwd=tmp_path, survive=True)
         assert " is lost: its process has ended" in result.stdout, result.stdout
         assert "Traceback" not in result.stdout
         end = json_lines(tmp_path / "log.jsonl")[-1]

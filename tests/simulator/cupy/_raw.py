@@ -10,7 +10,6 @@ from . import _compute
 from ._errors import CUDARuntimeError
 from .cuda.compiler import CompileException
 from .cuda.device import get_device_id
-from .cuda.memory import MemoryPointer
 from .cuda.stream import _queue_of
 
 
@@ -36,7 +35,7 @@ class _Kernel:
     def __init__(self, module, name):
         self._module, self.name = module, name
 
-    def __call__(self, grid, block, args, *, shared_mem=0, stream=None):
+    def __call__(self, grid, block, args):
         """Queue a launch; the next wait reports an error of the kernel."""
         grid, block = _sizes(grid), _sizes(block)
         values = [_argument(each) for each in args]
@@ -45,13 +44,11 @@ class _Kernel:
         def action():
             _check_places(values)
             try:
-                self._module.launch(
-                    self.name, grid, block, values, shared_mem=shared_mem
-                )
+                self._module.launch(self.name, grid, block, values)
             except Exception as error:
                 raise CUDARuntimeError(719, f"{error}; launched at {place}") from error
 
-        _queue_of(stream).put(action)
+        _queue_of().put(action)
 
 
 class _Pointer:
@@ -71,12 +68,7 @@ def _argument(value):
         )
         nbytes = span + host.itemsize if host.size else 0
         return _Pointer(value.data.ptr, nbytes, device, get_device_id())
-    if isinstance(value, MemoryPointer):
-        nbytes = value.mem.ptr + value.mem.size - value.ptr
-        return _Pointer(value.ptr, nbytes, value.device_id, get_device_id())
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        value = value[()]
-    if value is None or isinstance(value, (bool, int, float, complex, np.generic)):
+    if isinstance(value, np.generic):
         return value
     raise TypeError(f"Unsupported type {type(value)}")
 
