@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,56 @@ def mpirun(mpiexec: str, mpi_environment: dict[str, str]) -> Run:
         )
         assert status in (None, result.returncode), result.stdout
         return result
+
+    return run
+
+
+# Writes what the ranks show for each command line.
+REFUSED = """
+import contextlib, io, json, pathlib
+from mpi4py import MPI
+from hpcaccum.cli import main
+
+def attempt(words):
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+        try:
+            status = main(words)
+        except SystemExit as leaving:
+            status = leaving.code
+    assert status == 2, (words, status, shown.getvalue())
+    return "".join(MPI.COMM_WORLD.allgather(shown.getvalue()))
+
+attempts = [attempt(words) for words in {}]
+if MPI.COMM_WORLD.rank == 0:
+    pathlib.Path("attempts.json").write_text(json.dumps(attempts))
+"""
+
+
+@pytest.fixture
+def refused(
+    mpirun: Run, script: Callable[[str], Path], tmp_path: Path
+) -> Callable[..., list[str]]:
+    """Have two ranks refuse commands, each by one line; return what is shown.
+
+    One job tries all: what takes time is to start it.
+    """
+
+    def run(*commands: Iterable[str]) -> list[str]:
+        text, found = REFUSED.format([*map(list, commands)]), tmp_path / "attempts.json"
+        program = script(text)
+        result = mpirun(2, program, cwd=tmp_path, status=0)
+        attempts: list[str] = json.loads(found.read_text())
+        for shown in attempts:
+            lines = shown.splitlines()
+            assert sum(": error: " in line for line in lines) == 1, shown
+            # How it is used, and where to read more.
+            known = "hpcaccum |usage: |see hpcaccum |  "
+            assert all(re.match(known, line) for line in lines), shown
+        assert (result.stdout, program.read_text()) == ("", text)
+        program.unlink()
+        found.unlink()
+        return attempts
 
     return run
 

@@ -18,34 +18,6 @@ TRAIN = "train", "--strategy", "drop-stale", "--epochs", "1"
 BENCH = "bench", "allreduce", "--sizes", "4K", "--seconds", "0.01"
 
 
-# Each command line must be refused; then the next one is tried in the same job.
-SCRIPT = """
-import sys
-from hpcaccum.cli import main
-for words in {}:
-    try:
-        status = main(words)
-    except SystemExit as leaving:
-        status = leaving.code
-    assert status == 2, (words, status)
-"""
-
-
-@pytest.fixture
-def refused(mpirun, script, tmp_path):
-    """Run commands on two ranks, each to be refused with one line; return the lines."""
-
-    def run(*commands):
-        program = script(SCRIPT.format([*map(list, commands)]))
-        shown = mpirun(2, program, cwd=tmp_path, status=0).stdout.splitlines()
-        program.unlink()
-        assert len(shown) == len(commands), shown
-        assert all("error: " in line for line in shown), shown
-        return shown
-
-    return run
-
-
 def good(path):
     rng = np.random.default_rng(0)
     y = rng.integers(0, 2, 200)

@@ -61,7 +61,7 @@ class Module:
         """Run a kernel to its end, its threads in random order.
 
         Args:
-            args: NumPy scalars, or objects with `ptr` and `nbytes`.
+            args: NumPy scalars, None, or objects with `ptr` and `nbytes`.
 
         Raises:
             CudaError: If an argument is of another width than its parameter, or the
@@ -134,10 +134,10 @@ def _three(name: str, what: str, given: Any, most: int = 1024) -> list[int]:
 def _value(where: str, kind: str, argument: Any) -> Any:
     """Return an array of one element: what the parameter's memory holds."""
     wanted = f"{WORDS[kind[0]]} of {kind[1:]} bytes"
-    if hasattr(argument, "ptr"):
+    if argument is None or hasattr(argument, "ptr"):
         if kind[0] != "p":
             raise CudaError(f"{where} is {wanted}, got an array")
-        return np.array([argument.ptr], np.uint64)
+        return np.array([getattr(argument, "ptr", 0)], np.uint64)
     scalar = np.array([argument])
     if KINDS.get(scalar.dtype.kind) != kind[0] or scalar.itemsize != int(kind[1:]):
         raise CudaError(f"{where} is {wanted}, got {scalar.dtype} {argument!r}")

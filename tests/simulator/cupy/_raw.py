@@ -68,7 +68,7 @@ def _argument(value):
         )
         nbytes = span + host.itemsize if host.size else 0
         return _Pointer(value.data.ptr, nbytes, device, get_device_id())
-    if isinstance(value, np.generic):
+    if value is None or isinstance(value, np.generic):
         return value
     raise TypeError(f"Unsupported type {type(value)}")
 
