@@ -26,7 +26,7 @@ include .ci/env.openmpi
 endif
 
 .PHONY: help demo test test-all quick-training test-single test-unit test-oldest test-system test-programs test-checks \
-        test-device nvrtc test-1-openmpi test-cupy test-newest-cupy test-oldest-cupy \
+        test-device test-1-openmpi test-cupy test-newest-cupy test-oldest-cupy \
         test-gpu test-gpu-torch sanitize-gpu test-mpi test-hosts test-adapters validate-plan lint docs pages venv environments \
         clean
 help:
@@ -39,7 +39,6 @@ help:
 	@echo "make test-adapters   PyTorch and JAX, on $(ADAPTER_SIZES) ranks; installs them (600 MB)"
 	@echo "make test-unit    what needs no MPI; test-system, test-device: the others"
 	@echo "make test-oldest  units and 2 ranks, with the oldest libraries that are supported"
-	@echo "make nvrtc        install NVIDIA's compiler (400 MB), which test-device then uses"
 	@echo "make test-cupy    CuPy itself, oldest and newest, without a GPU; installs 700 MB"
 	@echo "make test-gpu     the tests with device arrays, on a real GPU; make test-gpu-torch"
 	@echo "make validate-plan   compare hpcaccum plan with real jobs, in 20 minutes"
@@ -99,9 +98,6 @@ test-checks: $(VENV)/.test
 # CUDA kernels on the simulated device.
 test-device: $(VENV)/.test
 	$(PYTEST) $(call SOME,tests/device) </dev/null
-
-# From now on test-device compiles kernels with NVIDIA's compiler, too.
-nvrtc: $(VENV)/.nvrtc
 
 # CuPy itself, the oldest and the newest that are supported, over a driver that does
 # nothing.

@@ -112,7 +112,7 @@ hosts-openmpi:
 # NVIDIA's compiler compiles the kernels as for a GPU, and needs none.
 single-%:
 	@leg "single processes and single ranks, $*" \
-	    env HPCACCUM_REQUIRE_CUPY=1 HPCACCUM_REQUIRE_NVRTC=1 make $* \
+	    env HPCACCUM_REQUIRE_CUPY=1 make $* \
 	    $(if $(OPTIONS),ARGS="$(OPTIONS)")
 
 lint:

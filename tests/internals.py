@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import pkgutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -86,6 +87,21 @@ def _after(owner: Any, name: str, call: Callable[..., object]) -> Any:
         return result
 
     return mock.patch.object(owner, name, changed)
+
+
+def around(place: str, act: Callable[[str, Any], object]) -> None:
+    """Have a function below hpcaccum call ``act("before", args)``, and "after", too."""
+    names, _, name = place.rpartition(".")
+    owner = pkgutil.resolve_name(f"hpcaccum.{names}")
+    call = getattr(owner, name)
+
+    def changed(*args: Any, **options: Any) -> Any:
+        act("before", args)
+        result = call(*args, **options)
+        act("after", args)
+        return result
+
+    setattr(owner, name, changed)
 
 
 # Steps of an accumulator or optimizer, and the methods that make them.

@@ -13,7 +13,7 @@ process; several clusters can run at a time.
 
 To try something by hand, on 4 hosts with 2 ranks each:
 
-    python tests/cluster/hosts.py -n 4 -r 2 --rate 1gbit -- hpcaccum bench allreduce
+    python -m tests.cluster.hosts -n 4 -r 2 --rate 1gbit -- hpcaccum bench allreduce
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+
+from tests.programs import run_program
 
 PACKAGES = "iproute2 util-linux"
 HOSTS_SCRIPT = Path(__file__).with_name("hosts.sh")
@@ -46,13 +47,6 @@ PROBE = (
 )
 # What a launcher around this may have left: mpiexec would take its hosts.
 FOREIGN = ("SLURM_", "PMI_", "PMIX_", "OMPI_COMM_WORLD_")
-
-
-class Traffic(NamedTuple):
-    """Bytes that went through the link of a host since it was started."""
-
-    sent: int
-    received: int
 
 
 class Cluster:
@@ -83,31 +77,11 @@ class Cluster:
     ) -> subprocess.CompletedProcess[str]:
         """Run a program with that many ranks on each host; they are placed in blocks.
 
-        stdout of the result has the errors too, in the order they came.
-
-        Raises:
-            TimeoutError: If it takes longer than ``timeout`` seconds.  It is ended.
+        stdout of the result has the errors too, in the order they came. A program that
+        takes longer than ``timeout`` seconds is ended and fails the test.
         """
         command = self.command(ranks, *program, cwd=cwd)
-        process = subprocess.Popen(
-            command,
-            env=self.environment(env),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        try:
-            output, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            output = _end(process)
-            raise TimeoutError(
-                f"{' '.join(map(str, program))} on {', '.join(self.names)}, {ranks} "
-                f"ranks each, was still running after {timeout:g} s:\n{output}"
-            ) from None
-        return subprocess.CompletedProcess(command, process.returncode, output)
+        return run_program(command, timeout=timeout, env=self.environment(env))
 
     def command(
         self,
@@ -165,7 +139,7 @@ class Cluster:
         done = subprocess.run(entered, check=True, stdout=subprocess.PIPE, text=True)
         return done.stdout
 
-    def traffic(self) -> dict[str, Traffic]:
+    def traffic(self) -> dict[str, tuple[int, int]]:
         """Bytes that each host has sent to and received from others, by its name.
 
         Ranks read the same in /sys/class/net/eth0/statistics of their host.
@@ -176,7 +150,7 @@ class Cluster:
         for name, _, counters in (line.strip().partition(":") for line in lines):
             if name in self.names:
                 numbers = [int(number) for number in counters.split()]
-                found[name] = Traffic(sent=numbers[0], received=numbers[8])
+                found[name] = numbers[0], numbers[8]
         return found
 
 
@@ -257,16 +231,6 @@ def _mpiexec() -> str:
     return found
 
 
-def _end(process: subprocess.Popen[str]) -> str:
-    # The group: nsenter does not pass signals on to mpiexec.
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.communicate(timeout=5)[0]
-    return "its output is still open"
-
-
 def main() -> int:
     """Run the command given as arguments on hosts."""
     parser = argparse.ArgumentParser(description="Run an MPI program on several hosts.")
@@ -285,8 +249,8 @@ def main() -> int:
         command = cluster.command(given.r, *given.command)
         env = cluster.environment()
         status = subprocess.run(command, env=env, stdin=subprocess.DEVNULL).returncode
-        for host, count in cluster.traffic().items():
-            line = f"{host}: {count.sent:,} bytes sent, {count.received:,} received"
+        for host, (sent, received) in cluster.traffic().items():
+            line = f"{host}: {sent:,} bytes sent, {received:,} received"
             print(line, file=sys.stderr)
     return status
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import cupy
 import ml_dtypes
 import numpy as np
-import pytest
 
 import hpcaccum as hpc
 
@@ -13,35 +12,6 @@ INVALID = hpc.InvalidArgumentError
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ALL = ["float16", BFLOAT16, "float32", "float64"]
 WAIT = 60.0
-# In which forms gradients come: an array, or several by name, one of them empty.
-FORMS = "one", "named"
-
-
-@pytest.fixture(params=FORMS, name="form")
-def form_fixture(request):
-    return request.param
-
-
-@pytest.fixture(name="make")
-def make_fixture(form):
-    """Make accumulators of a form, and free them."""
-    made = []
-
-    def accumulator(dtype="float32", shape=(2,), **options):
-        wanted = shape
-        if form == "named":
-            wanted = {"weight": shape, "none": (0, 3), "bias": shape}
-        made.append(hpc.DeviceAccumulator(dtype, wanted, **options))
-        return made[-1]
-
-    yield accumulator
-    for each in made:
-        each.free()
-
-
-@pytest.fixture(name="acc")
-def acc_fixture(make):
-    return make("float64")
 
 
 def like(form, values, dtype="float64"):

@@ -6,18 +6,17 @@ from pathlib import Path
 
 import pytest
 
+import hpcaccum as hpc
+
 from ..simulator import install, skip_reason
 
-# They test how kernels are compiled, or run only on the simulator.
+# They run only on the simulator.
 NOT_FOR_A_GPU = {
-    "test_compile",
     "test_kernels",
     "test_faults",
-    "test_simulator",
     "test_sanitizers",
 }
 collect_ignore: list[str] = []
-WITHOUT_SIMULATOR = {"test_compile"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,9 +38,36 @@ def pytest_collection_modifyitems(
     if here and (reason := skip_reason()):
         skip = pytest.mark.skip(reason=reason)
         for item in here:
-            if item.path.stem not in WITHOUT_SIMULATOR:
-                item.add_marker(skip)
+            item.add_marker(skip)
 
 
 def on_gpu(config: pytest.Config) -> bool:
     return config.option.markexpr.strip() == "gpu"
+
+
+# In which forms gradients come: an array, or several by name, one of them empty.
+@pytest.fixture(params=["one", "named"])
+def form(request):
+    return request.param
+
+
+@pytest.fixture
+def make(form):
+    """Make accumulators of a form, and free them."""
+    made = []
+
+    def accumulator(dtype="float32", shape=(2,), **options):
+        wanted = shape
+        if form == "named":
+            wanted = {"weight": shape, "none": (0, 3), "bias": shape}
+        made.append(hpc.DeviceAccumulator(dtype, wanted, **options))
+        return made[-1]
+
+    yield accumulator
+    for each in made:
+        each.free()
+
+
+@pytest.fixture
+def acc(make):
+    return make("float64")

@@ -15,7 +15,8 @@ from hpcaccum.bench.measure import measure, rows
 from hpcaccum.device import kernels
 
 from ..common import json_lines
-from ..system.conftest import REPOSITORY, run_program
+from ..programs import run_program
+from ..system.conftest import REPOSITORY
 from ..unit.measured import check_rows
 
 pytestmark = pytest.mark.slow

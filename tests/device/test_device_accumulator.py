@@ -10,17 +10,7 @@ import hpcaccum as hpc
 from hpcaccum.accumulator.receipts import Tally
 
 from .. import naive
-from .accumulating import (  # noqa: F401
-    ALL,
-    BFLOAT16,
-    INVALID,
-    WAIT,
-    acc_fixture,
-    form_fixture,
-    like,
-    make_fixture,
-    same_bits,
-)
+from .accumulating import ALL, BFLOAT16, INVALID, WAIT, like, same_bits
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

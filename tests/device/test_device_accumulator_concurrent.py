@@ -14,7 +14,7 @@ import hpcaccum as hpc
 from hpcaccum.device import kernels
 
 from .. import naive
-from .accumulating import WAIT, acc_fixture, form_fixture, like, make_fixture, same_bits  # noqa: F401
+from .accumulating import WAIT, like, same_bits
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -1,4 +1,4 @@
-"""Each way to find a fault of a kernel finds one that is planted."""
+"""Each way to find a fault of a kernel, or of its caller, finds one that is planted."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import traceback
 from functools import partial
 
 import cupy
+import cupyx
 import pytest
 
 from hpcaccum.device import kernels
@@ -101,3 +102,53 @@ def _outcome(folder, find):
         traceback.print_exc()
         return 2
     return 0
+
+
+def on(stream, act):
+    with stream:
+        return act()
+
+
+def read_at_once(x, event, other):
+    return x._host.copy()
+
+
+def read_by_another_stream(x, event, other):
+    y = on(other, lambda: x * 2)
+    other.synchronize()
+    return y.get() / 2
+
+
+def read_in_order(x, event, other):
+    other.wait_event(event)
+    return read_by_another_stream(x, event, other)
+
+
+def read_when_freed(x, event, other):
+    other.wait_event(event)
+    found = cupyx.empty_pinned(x.shape, x.dtype)
+    x.get(stream=other, out=found, blocking=False)
+    del x
+    cupy.cuda.Stream.null.synchronize()
+    other.synchronize()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("read", "right"),
+    [
+        (read_at_once, False),
+        (read_by_another_stream, False),
+        (read_in_order, True),
+        (read_when_freed, False),
+    ],
+)
+def test_a_missing_wait_is_seen(monkeypatch, read, right):
+    """The simulated device is as late as a device may be."""
+    monkeypatch.setattr(cupy._queues, "progress", 0.0)
+    other = cupy.cuda.Stream(non_blocking=True)
+    sums = [cupy.ones(2, "float32") + 1]
+    found = read(sums.pop(), cupy.cuda.get_current_stream().record(), other)
+    cupy.cuda.Device().synchronize()
+
+    assert (found == 2).all() == right

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cupy
 import pytest
+from cpu_cuda.compiler import entry_points
 
 from hpcaccum import DeviceUnavailableError
 from hpcaccum.device import kernels
@@ -67,3 +68,14 @@ def test_other_errors_are_what_they_are(forgotten, monkeypatch):
     monkeypatch.setattr(cupy, "RawModule", fails)
     with pytest.raises(MemoryError):
         kernels.kernel("accumulate_f32")
+
+
+def test_the_table_has_every_kernel_of_every_file():
+    defined = {
+        name: path.name
+        for path in kernels.shipped("kernels").glob("*.cu")
+        for name in entry_points(kernels.source(path.name))
+    }
+
+    assert defined == kernels.FILES
+    assert kernels.files() == sorted(set(defined.values()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import itertools
 import re
 
@@ -54,6 +55,59 @@ def test_versions(cp):
 @pytest.mark.parametrize("file", kernels.files())
 def test_kernels_are_compiled(cp, file):
     kernels._module(file, 0).compile()
+
+
+ARCHITECTURES = ["80", "100"]
+# The most with which 4 blocks of 256 threads are at work at once.
+MOST_REGISTERS = 64
+
+
+@pytest.fixture
+def compiled(cp, monkeypatch, tmp_path):
+    """Compile a file as CuPy does on a device of an architecture; return the log."""
+    from cupy._core import core
+    from cupy.cuda import compiler
+
+    # For what is compiled already there would be no log.
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+
+    def run(file, architecture):
+        flags = f"-arch=sm_{architecture}", "cubin"
+        ask = "_get_arch_for_options_for_nvrtc"
+        monkeypatch.setattr(compiler, ask, lambda arch=None: flags)
+        log, options = io.StringIO(), ("--std=c++17", "--ptxas-options=-v")
+        source = kernels.source(file)
+        core.compile_with_cache(source, options, architecture, log_stream=log)
+        return log.getvalue()
+
+    return run
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("file", kernels.files())
+def test_kernels_have_no_flaw_on_devices_of_others(compiled, file, architecture):
+    log = compiled(file, architecture)
+
+    # The front end's, the assembler's; a kernel's name may have the word in it.
+    assert not re.search(r"\bwarning\b", log, re.IGNORECASE), log
+    entries = re.findall(r"Compiling entry function '(\w+)' for 'sm_\w+'", log)
+    assert {*entries} == {name for name, of in kernels.FILES.items() if of == file}
+    used = re.findall(r"Used (\d+) registers", log)
+    stacks = re.findall(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill", log
+    )
+    assert len(used) >= len(entries) <= len(stacks)
+    assert max(map(int, used)) <= MOST_REGISTERS, log
+    assert {*itertools.chain(*stacks)} == {"0"}, log
+
+
+def test_an_architecture_that_nvrtc_does_not_know_is_named(compiled):
+    with pytest.raises(Exception, match="arch") as caught:
+        compiled("accumulate.cu", "30")
+
+    error = str(caught.value)
+    [cause] = [text for seen, text in kernels._CAUSES if re.search(seen, error)]
+    assert cause.startswith("the installed NVRTC does not support this device")
 
 
 def test_what_a_device_is_asked(cp):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import json
 import os
 import re
 import shutil
@@ -10,8 +10,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 
 from .. import simulator as simulated
+from ..programs import run_program
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -71,6 +71,24 @@ def script(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
+# What most programs begin with.
+BEGIN = """
+import os, signal, sys, time
+import numpy as np
+import hpcaccum as hpc
+from mpi4py import MPI
+
+comm = MPI.COMM_WORLD
+rank, size = comm.rank, comm.size
+"""
+
+
+@pytest.fixture
+def program(script: Callable[[str], Path]) -> Callable[[str], Path]:
+    """Write a program that has NumPy, hpcaccum and MPI; return its path."""
+    return lambda text: script(BEGIN + text)
+
+
 @pytest.fixture(scope="session")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Data to train with where any will do: importing scikit-learn takes seconds."""
@@ -114,12 +132,14 @@ def mpirun(mpiexec: str, mpi_environment: dict[str, str]) -> Run:
 
     stdout of the result has the errors too, in the order they came.  A job that takes
     longer than ``timeout`` seconds is ended and fails the test, with what it wrote.
-    With ``survive``, the launcher lets the others go on when a rank is killed.
+    So does one that ends with another ``status``, if one is given.  With ``survive``,
+    the launcher lets the others go on when a rank is killed.
     """
 
     def run(
         ranks: int,
         *args: str | Path,
+        status: int | None = None,
         timeout: float = 200,
         cwd: Path | None = None,
         env: dict[str, str] | None = None,
@@ -138,9 +158,61 @@ def mpirun(mpiexec: str, mpi_environment: dict[str, str]) -> Run:
             # Mounts of its own, which this command makes.
             script = f'{inside} && exec "$@"'
             command = ["unshare", "--mount", "sh", "-c", script, "sh", *command]
-        return run_program(
+        result = run_program(
             command, timeout=timeout, cwd=cwd, env=mpi_environment | (env or {})
         )
+        assert status in (None, result.returncode), result.stdout
+        return result
+
+    return run
+
+
+# Writes what the ranks show for each command line.
+REFUSED = """
+import contextlib, io, json, pathlib
+from mpi4py import MPI
+from hpcaccum.cli import main
+
+def attempt(words):
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+        try:
+            status = main(words)
+        except SystemExit as leaving:
+            status = leaving.code
+    assert status == 2, (words, status, shown.getvalue())
+    return "".join(MPI.COMM_WORLD.allgather(shown.getvalue()))
+
+attempts = [attempt(words) for words in {}]
+if MPI.COMM_WORLD.rank == 0:
+    pathlib.Path("attempts.json").write_text(json.dumps(attempts))
+"""
+
+
+@pytest.fixture
+def refused(
+    mpirun: Run, script: Callable[[str], Path], tmp_path: Path
+) -> Callable[..., list[str]]:
+    """Have two ranks refuse commands, each by one line; return what is shown.
+
+    One job tries all: what takes time is to start it.
+    """
+
+    def run(*commands: Iterable[str]) -> list[str]:
+        text, found = REFUSED.format([*map(list, commands)]), tmp_path / "attempts.json"
+        program = script(text)
+        result = mpirun(2, program, cwd=tmp_path, status=0)
+        attempts: list[str] = json.loads(found.read_text())
+        for shown in attempts:
+            lines = shown.splitlines()
+            assert sum(": error: " in line for line in lines) == 1, shown
+            # How it is used, and where to read more.
+            known = "hpcaccum |usage: |see hpcaccum |  "
+            assert all(re.match(known, line) for line in lines), shown
+        assert (result.stdout, program.read_text()) == ("", text)
+        program.unlink()
+        found.unlink()
+        return attempts
 
     return run
 
@@ -162,72 +234,3 @@ def patched(mpirun: Run) -> Run:
         return mpirun(ranks, program, *words, cwd=cwd, **options)
 
     return run
-
-
-def run_program(
-    command: list[str],
-    *,
-    timeout: float,
-    cwd: Path | None = None,
-    env: dict[str, str] | None = None,
-) -> subprocess.CompletedProcess[str]:
-    """Run a command that may start others; none of them outlives it."""
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        cwd=cwd,
-        env=(env or dict(os.environ)) | {"PYTHONFAULTHANDLER": "1"},
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        left = _processes_below(process.pid)
-        lines = "\n".join(f"  {pid} {line}" for pid, line in left.items())
-        pytest.fail(
-            f"{' '.join(command)}\nwas still running after {timeout} s, with\n{lines}\n"
-            f"It wrote:\n{_end(process, left)}"
-        )
-    return subprocess.CompletedProcess(command, process.returncode, output)
-
-
-def _end(process: subprocess.Popen[str], below: dict[int, str]) -> str:
-    """Let the Python programs below a launcher show their stacks; end all."""
-    programs = {pid for pid, line in below.items() if "python" in line.split(" ")[0]}
-    launchers = {process.pid, *below} - programs
-    # A launcher ends all ranks as soon as it sees that one has ended.
-    _send(signal.SIGSTOP, launchers)
-    _send(signal.SIGABRT, programs)
-    time.sleep(5)
-    _send(signal.SIGCONT, launchers)
-    # A launcher that is asked ends its ranks; one that is killed may leave them.
-    for end in process.terminate, lambda: os.killpg(process.pid, signal.SIGKILL):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.communicate(timeout=10)[0]
-        end()
-    return process.communicate(timeout=30)[0]
-
-
-def _send(number: signal.Signals, processes: set[int]) -> None:
-    for pid in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-def _processes_below(launcher: int) -> dict[int, str]:
-    """Return the commands of all processes below a launcher."""
-    parents, commands = {}, {}
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended
-            after_name = (process / "stat").read_text().rpartition(")")[2].split()
-            parents[int(process.name)] = int(after_name[1])
-            line = (process / "cmdline").read_text().replace("\0", " ")
-            commands[int(process.name)] = line
-    below = {launcher}
-    while more := {pid for pid in commands if parents[pid] in below} - below:
-        below |= more
-    return {pid: commands[pid] for pid in below - {launcher}}

@@ -45,13 +45,11 @@ def table(page, heading):
 
 
 @pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - ON_A_GPU - OF_ADAPTERS))
-def test_program_runs_as_printed(mpirun, tmp_path, name):
-    path = tmp_path / "program.py"
-    path.write_text(PROGRAMS[name])
+def test_program_runs_as_printed(mpirun, script, tmp_path, name):
+    path = script(PROGRAMS[name])
+    options = {"env": {"HPCACCUM_TIMEOUT": "20"}, "cwd": tmp_path, "status": 0}
+    result = mpirun(3, path, **options)
 
-    result = mpirun(3, path, env={"HPCACCUM_TIMEOUT": "20"}, cwd=tmp_path)
-
-    assert result.returncode == 0, result.stdout
     if name == "README-0":
         assert "step 150: loss 0.0" in result.stdout
         np.testing.assert_allclose(np.load(tmp_path / "parameters.npz")["w"], 1, 1e-3)
@@ -59,26 +57,19 @@ def test_program_runs_as_printed(mpirun, tmp_path, name):
         # From the first of its three checkpoints, on another number of ranks.
         for file in checkpoint.files(saved)[1:]:
             file.unlink()
-        result = mpirun(2, path, env={"HPCACCUM_TIMEOUT": "20"}, cwd=tmp_path)
-        assert result.returncode == 0, result.stdout
+        mpirun(2, path, **options)
         assert len(checkpoint.files(saved)) == 3
 
 
 @pytest.mark.parametrize("name", sorted(ON_A_GPU))
-def test_program_for_a_gpu_runs_as_printed(mpirun, tmp_path, simulator, name):
-    path = tmp_path / "program.py"
-    path.write_text(PROGRAMS[name])
-    paths = os.pathsep.join([str(REPOSITORY), simulator])
-
+def test_program_for_a_gpu_runs_as_printed(mpirun, script, simulator, name):
     environment = {
         "CUPY_SIMULATOR_DEVICES": "4",
         "HPCACCUM_TIMEOUT": "20",
-        "PYTHONPATH": paths,
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), simulator]),
     }
 
-    result = mpirun(2, path, env=environment)
-
-    assert result.returncode == 0, result.stdout
+    mpirun(2, script(PROGRAMS[name]), env=environment, status=0)
 
 
 def test_every_environment_variable_is_listed():

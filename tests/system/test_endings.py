@@ -5,12 +5,6 @@ from __future__ import annotations
 import pytest
 
 TRAINS = """
-import sys
-import numpy as np
-import hpcaccum as hpc
-from mpi4py import MPI
-
-rank = MPI.COMM_WORLD.rank
 w = hpc.Variable(np.zeros({size}, np.float32), "w")
 opt = hpc.CrossShardOptimizer(hpc.SGD(0.1), name="shards")
 for step in range(100):
@@ -20,46 +14,32 @@ for step in range(100):
 """
 
 LEAVES_A_TAKE = """
-import sys
-import hpcaccum as hpc
-from mpi4py import MPI
-
 acc = hpc.ConditionalAccumulator("float32", (2,), name="grads")
-if MPI.COMM_WORLD.rank == 1:
+if rank == 1:
     sys.exit("enough")
 acc.apply_grad([1, 2])
-if MPI.COMM_WORLD.rank == 0:
+if rank == 0:
     print(acc.take_grad(3))
 """
 
 NEVER_ENDS = """
-import time
-import hpcaccum as hpc
-from mpi4py import MPI
-
 acc = hpc.ConditionalAccumulator("float32", (2,), name="grads")
-if MPI.COMM_WORLD.rank == 1:
+if rank == 1:
     time.sleep(1000)
 """
 
 SUMS_WHILE_OTHERS_TRAIN = """
-import time
-import numpy as np
-import hpcaccum as hpc
-from mpi4py import MPI
-
-comm = MPI.COMM_WORLD
 w = hpc.Variable(np.zeros(4), "w")
 opt = hpc.DropStaleGradientOptimizer(hpc.SGD(0.1), staleness=1000)
 opt.initialize([w])
 loss = lambda: (0.0, [np.ones(4)])
 for call in comm.allreduce, comm.reduce, comm.scan:
-    if comm.rank > 0:
+    if rank > 0:
         # Rank 0, which serves, is in the sum before the others train.
         time.sleep(0.3)
         for _ in range(20):
             opt.minimize(loss)
-    assert call(1) in (None, comm.size, comm.rank + 1)
+    assert call(1) in (None, size, rank + 1)
 opt.free()
 print("done")
 """
@@ -74,10 +54,9 @@ print("done")
     ],
 )
 def test_rank_that_exits_ends_the_job_for_those_that_wait(
-    mpirun, script, odd, size, end
+    mpirun, program, odd, size, end
 ):
-    program = TRAINS.format(odd=odd, size=size, end=end)
-    result = mpirun(3, script(program))
+    result = mpirun(3, program(TRAINS.format(odd=odd, size=size, end=end)))
 
     assert result.returncode != 0
     assert "ranks make different calls: " in result.stdout
@@ -87,16 +66,16 @@ def test_rank_that_exits_ends_the_job_for_those_that_wait(
     assert ("enough" in result.stdout) == ("enough" in end)
 
 
-def test_take_does_not_wait_for_gradients_of_a_rank_that_exits(mpirun, script):
-    result = mpirun(3, script(LEAVES_A_TAKE))
+def test_take_does_not_wait_for_gradients_of_a_rank_that_exits(mpirun, program):
+    result = mpirun(3, program(LEAVES_A_TAKE))
 
     assert "enough" in result.stdout
     assert "[1. 2.]" in result.stdout
 
 
-def test_timeout_at_the_end_of_a_program_ends_the_job_and_says_why(mpirun, script):
+def test_timeout_at_the_end_of_a_program_ends_the_job_and_says_why(mpirun, program):
     env = {"HPCACCUM_TIMEOUT": "1"}
-    result = mpirun(3, script(NEVER_ENDS), env=env)
+    result = mpirun(3, program(NEVER_ENDS), env=env)
 
     assert result.returncode != 0
     assert "grads (number 1): free" in result.stdout
@@ -104,17 +83,16 @@ def test_timeout_at_the_end_of_a_program_ends_the_job_and_says_why(mpirun, scrip
     assert "for rank 1 of 3 to make the same call" in result.stdout
 
 
-def test_a_rank_without_an_output_ends_the_job(mpirun, script):
-    program = TRAINS.format(odd=1, size=8, end="sys.stdout = None; raise ValueError")
-    result = mpirun(2, script(program))
+def test_a_rank_without_an_output_ends_the_job(mpirun, program):
+    end = "sys.stdout = None; raise ValueError"
+    result = mpirun(2, program(TRAINS.format(odd=1, size=8, end=end)))
 
     assert result.returncode != 0
     assert "rank 1 of 2 failed, ending the job:" in result.stdout
     assert result.stdout.count("Traceback") == 1
 
 
-def test_host_sums_objects_while_others_train(mpirun, script):
-    result = mpirun(3, script(SUMS_WHILE_OTHERS_TRAIN))
+def test_host_sums_objects_while_others_train(mpirun, program):
+    result = mpirun(3, program(SUMS_WHILE_OTHERS_TRAIN), status=0)
 
-    assert result.returncode == 0, result.stdout
     assert result.stdout.count("done") == 3

@@ -10,43 +10,12 @@ import numpy as np
 import pytest
 
 from ..common import json_lines
-from .conftest import run_program
+from ..programs import run_program
 
 pytestmark = pytest.mark.mpi
 
 TRAIN = "train", "--strategy", "drop-stale", "--epochs", "1"
 BENCH = "bench", "allreduce", "--sizes", "4K", "--seconds", "0.01"
-
-
-# Each command line must be refused; then the next one is tried in the same job.
-SCRIPT = """
-import sys
-from hpcaccum.cli import main
-for words in {}:
-    try:
-        status = main(words)
-    except SystemExit as leaving:
-        status = leaving.code
-    assert status == 2, (words, status)
-"""
-
-
-@pytest.fixture
-def refused(mpirun, tmp_path):
-    """Run commands on two ranks, each to be refused with one line; return the lines."""
-
-    def run(*commands):
-        script = tmp_path / "script.py"
-        script.write_text(SCRIPT.format([*map(list, commands)]))
-        result = mpirun(2, script, cwd=tmp_path)
-        script.unlink()
-        assert result.returncode == 0, result.stdout
-        shown = result.stdout.splitlines()
-        assert len(shown) == len(commands), result.stdout
-        assert all("error: " in line for line in shown), result.stdout
-        return shown
-
-    return run
 
 
 def good(path):

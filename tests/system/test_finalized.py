@@ -66,12 +66,10 @@ print("all of them")
 
 
 @pytest.mark.parametrize("made", [True, False], ids=["open", "never loaded"])
-def test_use_after_finalize_is_an_error(made, mpirun, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(AFTER + (OPEN if made else "") + CHECK)
-    result = mpirun(2, script, cwd=tmp_path)
+def test_use_after_finalize_is_an_error(made, mpirun, script, tmp_path):
+    program = script(AFTER + (OPEN if made else "") + CHECK)
+    result = mpirun(2, program, cwd=tmp_path, status=0)
 
-    assert result.returncode == 0, result.stdout
     assert result.stdout.count("all of them") == 2
 
 
@@ -105,10 +103,9 @@ print("all of them")
 """
 
 
-def test_use_before_init_is_an_error_and_after_it_works(mpirun, tmp_path):
-    (tmp_path / "script.py").write_text(BEFORE.format(after=AFTER))
-    result = mpirun(2, "script.py", cwd=tmp_path)
+def test_use_before_init_is_an_error_and_after_it_works(mpirun, script, tmp_path):
+    program = script(BEFORE.format(after=AFTER))
+    result = mpirun(2, program, cwd=tmp_path, status=0)
 
-    assert result.returncode == 0, result.stdout
     assert result.stdout.count("all of them") == 2
     assert result.stdout.count("hpcaccum: error: MPI is not initialized") == 4

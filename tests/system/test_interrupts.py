@@ -6,13 +6,13 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 
 from ..common import WAIT
+from ..programs import start_program
 
 pytestmark = pytest.mark.mpi
 
@@ -47,24 +47,14 @@ with hpc.Reducer(hpc.Layout({"x": (100,)}, "float32")) as reducer:
 
 
 @pytest.fixture
-def interrupted(mpiexec, mpi_environment, tmp_path):
+def interrupted(mpiexec, mpi_environment, script, tmp_path):
     """Run a script on some ranks, interrupt some of them; return what it wrote."""
 
     def run(ranks, text, *words, only=None, times=1):
-        script = tmp_path / "script.py"
-        script.write_text(text)
         launcher = [mpiexec, "-n", str(ranks)] if ranks else []
         files = [tmp_path / f"{rank}.pid" for rank in range(ranks or 1)]
-        with subprocess.Popen(
-            [*launcher, sys.executable, str(script), *words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=tmp_path,
-            env=mpi_environment,
-            start_new_session=True,
-        ) as process:
+        command = [*launcher, sys.executable, script(text), *words]
+        with start_program(command, cwd=tmp_path, env=mpi_environment) as process:
             limit = time.monotonic() + WAIT
             while not all(file.exists() for file in files):
                 assert process.poll() is None, process.stdout.read()

@@ -14,7 +14,8 @@ import pytest
 from hpcaccum.launch.run import on_nodes_that_answer
 
 from ..common import json_lines
-from .conftest import REPOSITORY, run_program
+from ..programs import run_program, start_program
+from .conftest import REPOSITORY
 
 RUN = sys.executable, "-m", "hpcaccum", "run"
 
@@ -65,14 +66,7 @@ def start(tmp_path):
         (tmp_path / "program.py").write_text(PROGRAM)
         command = [*RUN, *options, "--", sys.executable, "program.py", *save]
         env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-        return subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=tmp_path,
-            env=env,
-        )
+        return start_program(command, cwd=tmp_path, env=env)
 
     return run
 

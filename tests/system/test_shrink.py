@@ -10,22 +10,17 @@ import pytest
 from hpcaccum.errors import RESTART
 
 from ..common import every_second
+from .conftest import BEGIN
 
 # Ranks are killed in an update, before or after a call of a function. The others
 # compare their variables after each update with those of tests/naive.py, and find out
 # which ranks it has counted.
-BEGIN = """
-import functools, itertools, os, signal, sys, time
-import numpy as np
-import hpcaccum as hpc
-from hpcaccum.mpi import group_of
-from hpcaccum.reducer import one_shot, reducer, schedule, two_shot
-from mpi4py import MPI
+KILLED = (
+    BEGIN
+    + """
+import functools, itertools
+from tests import internals, naive
 
-from tests import naive
-
-comm = MPI.COMM_WORLD
-rank, size = comm.rank, comm.size
 length, place, when, mode = int(sys.argv[1]), *sys.argv[2:5]
 # The step in which each rank is killed that is.
 kills = {int(each[0]): int(each[1]) for each in sys.argv[5].split(",")}
@@ -36,29 +31,16 @@ def die():
     if armed:
         os.kill(os.getpid(), signal.SIGSTOP if mode == "stop" else signal.SIGKILL)
 
-def patch(place):
-    module, *owners, name = place.split(".")
-    owner = globals()[module]
-    for each in owners:
-        owner = getattr(owner, each)
-    call = getattr(owner, name)
-
-    def changed(*args, **options):
-        if when == "before":
-            die()
-        if when == "half" and armed:
-            # Of a sum: the place of the result.
-            next(a for a in args if isinstance(a, np.ndarray))[:3] = np.nan
-            die()
-        result = call(*args, **options)
-        if when == "after":
-            die()
-        return result
-
-    setattr(owner, name, changed)
+def act(moment, args):
+    if when == "half" and moment == "before" and armed:
+        # Of a sum: the place of the result.
+        next(a for a in args if isinstance(a, np.ndarray))[:3] = np.nan
+        die()
+    if moment == when:
+        die()
 
 if rank in kills:
-    patch(place)
+    internals.around(place, act)
 
 def gradient(rank, step):
     values = np.random.default_rng([rank, step]).standard_normal(length)
@@ -78,11 +60,12 @@ w = hpc.Variable(np.zeros(length, np.float32), "w")
 ranks = present = range(size)
 found = ""
 """
+)
 
 # With "drop", a gradient of rank 0 is dropped twice: when the others are killed, and
 # later on.
 PROGRAM = (
-    BEGIN
+    KILLED
     + """
 drops = "drop" if mode == "drop" else "accept"
 opt = hpc.CrossShardOptimizer(hpc.SGD(1.0), on_loss="shrink", on_nonfinite=drops)
@@ -126,7 +109,7 @@ print(f"rank {rank} counted {found}", flush=True)
 )
 
 REDUCER = (
-    BEGIN
+    KILLED
     + """
 layout = hpc.Layout.of({"a": w.value})
 sums = hpc.Reducer(layout, reduction_type="SUM", on_loss="shrink")
@@ -152,26 +135,26 @@ GROUPS = PROGRAM.replace(
 ).replace("range(size)", "[(1, 0), (2, 3)][rank // 2]")
 # A group may be at its end when another one loses a rank.
 GROUPS = GROUPS.replace(
-    "opt.free()", "while not group_of(comm).lost:\n    time.sleep(0.01)\nopt.free()"
+    "opt.free()", "while not hpc.group_of(comm).lost:\n    time.sleep(0.01)\nopt.free()"
 )
 
 SMALL, LARGE = 100, 700_000
 
 # Before and after the gradient of a rank is there for the others.
 WITHOUT = [
-    (SMALL, "one_shot.OneShot._all_agree", "before"),
-    (LARGE, "schedule.Schedule.copy_in", "after"),
-    (LARGE, "two_shot.NodeSum.contribute", "before"),
+    (SMALL, "reducer.one_shot.OneShot._all_agree", "before"),
+    (LARGE, "reducer.schedule.Schedule.copy_in", "after"),
+    (LARGE, "reducer.two_shot.NodeSum.contribute", "before"),
 ]
 WITH = [
-    (SMALL, "one_shot.AtomicWords.store", "after"),
-    (SMALL, "one_shot.add_at_once", "half"),
-    (SMALL, "one_shot.OneShot.finish", "after"),
-    (LARGE, "two_shot.NodeSum.contribute", "after"),
-    (LARGE, "two_shot.add_in_order", "half"),
-    (LARGE, "two_shot.NodeSum.report", "before"),
-    (LARGE, "two_shot.NodeSum.report", "after"),
-    (LARGE, "two_shot.NodeSum.end", "after"),
+    (SMALL, "reducer.one_shot.AtomicWords.store", "after"),
+    (SMALL, "reducer.one_shot.add_at_once", "half"),
+    (SMALL, "reducer.one_shot.OneShot.finish", "after"),
+    (LARGE, "reducer.two_shot.NodeSum.contribute", "after"),
+    (LARGE, "reducer.two_shot.add_in_order", "half"),
+    (LARGE, "reducer.two_shot.NodeSum.report", "before"),
+    (LARGE, "reducer.two_shot.NodeSum.report", "after"),
+    (LARGE, "reducer.two_shot.NodeSum.end", "after"),
 ]
 # One case of each schedule.
 LATE = WITHOUT[0], WITHOUT[2]
@@ -248,7 +231,7 @@ def test_all_ways_to_update_go_on(counted, case, mode):
 
 
 def test_a_rank_that_is_lost_while_it_leaves_is_left_out(counted):
-    case = LATE[1][0], "reducer.Reducer._explain", "before"
+    case = LATE[1][0], "reducer.reducer.Reducer._explain", "before"
 
     assert counted(PROGRAM, 3, case, "leave") == all_of(3, 4, "01")
 
@@ -317,7 +300,7 @@ hpc.CrossShardOptimizer.minimize = update
 
 
 def test_a_rank_that_lives_may_not_be_left_out(start):
-    program = PROGRAM.replace(BEGIN, BEGIN + CONTINUE)
+    program = PROGRAM.replace(KILLED, KILLED + CONTINUE)
     result = start(program, 3, WITHOUT[2], "stop", HPCACCUM_HEARTBEAT="3")
 
     assert result.returncode == RESTART

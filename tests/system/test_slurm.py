@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -105,12 +104,11 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def mpi(slurm: Cluster) -> str:
+def mpi() -> str:
     """What srun calls the way in which this environment's MPI starts."""
-    program = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
-    command = [sys.executable, "-c", f"{program}; print(MPI.get_vendor()[0])"]
-    vendor = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return "pmix" if vendor.strip() == "Open MPI" else "pmi2"
+    from mpi4py.MPI import get_vendor
+
+    return "pmix" if get_vendor()[0] == "Open MPI" else "pmi2"
 
 
 @pytest.fixture(scope="module")

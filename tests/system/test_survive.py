@@ -11,7 +11,7 @@ from mpi4py.MPI import get_vendor
 from hpcaccum.errors import RESTART
 
 from ..common import every_pair, every_second, json_lines
-from .conftest import REPOSITORY
+from .conftest import BEGIN, REPOSITORY
 
 MPICH = get_vendor()[0] == "MPICH"
 # Without shared memory, each rank is a node, which is lost with it.
@@ -22,19 +22,11 @@ MESSAGES = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "posix,self"}
 # The last rank is killed at the fifth call of a method, before or after that; tests may
 # replace rank and call. Element r of a gradient of rank r is 1, the others are 0: so
 # element r counts what is applied.
-BEGIN = """
-import os, signal, sys, time
-import numpy as np
-import hpcaccum as hpc
+KILLED = (
+    BEGIN
+    + """
 from tests import internals
-from hpcaccum.accumulator import host_calls, protocol, storage, take, turns
-from hpcaccum.mpi.memory import atomic_words
-from hpcaccum.nodes import calls as requests
-from hpcaccum.server import bounded_staleness, node_update
-from mpi4py import MPI
 
-comm = MPI.COMM_WORLD
-rank, size = comm.rank, comm.size
 kind, place, when = sys.argv[1:]
 calls = 0
 
@@ -44,29 +36,19 @@ def die():
     if calls == 5:
         os.kill(os.getpid(), signal.SIGKILL)
 
-def patch(place):
-    module, owner, name = place.split(".")
-    owner = getattr(globals()[module], owner)
-    method = getattr(owner, name)
-
-    def changed(*args, **options):
-        if when == "before":
-            die()
-        result = method(*args, **options)
-        if when == "after":
-            die()
-        return result
-
-    setattr(owner, name, changed)
+def act(moment, _):
+    if moment == when:
+        die()
 
 gradient = np.zeros(size, np.float32)
 gradient[rank] = 1
 if rank == size - 1 and "." in place:
-    patch(place)
+    internals.around(place, act)
 """
+)
 
 TRAIN = (
-    BEGIN
+    KILLED
     + """
 def loss():
     if rank == size - 1 and place == "loss":
@@ -103,7 +85,7 @@ print(f"rank {rank} has the end", flush=True)
 )
 
 ACCUMULATE = (
-    BEGIN
+    KILLED
     + """
 acc = hpc.ConditionalAccumulator("float32", (size,), storage=kind)
 for step in range(12):
@@ -126,35 +108,35 @@ print(f"rank {rank} has the end", flush=True)
 )
 
 SUBMIT = [
-    ("bounded_staleness.BoundedStalenessInbox.admit", "before"),
-    ("bounded_staleness.BoundedStalenessInbox.admit", "after"),
-    ("bounded_staleness.BoundedStalenessInbox.put", "after"),
+    ("server.bounded_staleness.BoundedStalenessInbox.admit", "before"),
+    ("server.bounded_staleness.BoundedStalenessInbox.admit", "after"),
+    ("server.bounded_staleness.BoundedStalenessInbox.put", "after"),
     ("loss", "before"),
 ]
 # Between nodes, agents of others admit a gradient.
-ASK = [("requests.Calls.begin", "before"), ("requests.Call.result", "before")]
+ASK = [("nodes.calls.Calls.begin", "before"), ("nodes.calls.Call.result", "before")]
 WRITE = [
-    ("atomic_words.AtomicWords.compare_and_swap", "before"),
-    ("protocol.AdmissionProtocol.admit", "after"),
-    ("protocol.AdmissionProtocol.arrive", "before"),
-    ("protocol.AdmissionProtocol.arrive", "after"),
+    ("mpi.memory.atomic_words.AtomicWords.compare_and_swap", "before"),
+    ("accumulator.protocol.AdmissionProtocol.admit", "after"),
+    ("accumulator.protocol.AdmissionProtocol.arrive", "before"),
+    ("accumulator.protocol.AdmissionProtocol.arrive", "after"),
 ]
 TAKE = [
-    ("turns.TicketLock.draw", "after"),
-    ("protocol.AdmissionProtocol.put_closing", "after"),
-    ("take.Take._close", "after"),
-    ("take.Take._found", "after"),
-    ("protocol.AdmissionProtocol.clear_records", "after"),
+    ("accumulator.turns.TicketLock.draw", "after"),
+    ("accumulator.protocol.AdmissionProtocol.put_closing", "after"),
+    ("accumulator.take.Take._close", "after"),
+    ("accumulator.take.Take._found", "after"),
+    ("accumulator.protocol.AdmissionProtocol.clear_records", "after"),
 ]
 # Between nodes, an agent takes for the rank.
 ASK_TAKE = [
     *ASK,
-    ("host_calls.FarTake.wait", "before"),
-    ("host_calls.FarTake.wait", "after"),
+    ("accumulator.host_calls.FarTake.wait", "before"),
+    ("accumulator.host_calls.FarTake.wait", "after"),
 ]
 
 
-CLASSES = {"slots": "Buffers", "sum": "Sums"}
+STORAGES = {"slots": "storage.Buffers", "sum": "storage.Sums"}
 
 
 @pytest.fixture(params=LEGS)
@@ -203,7 +185,7 @@ def test_strategies_go_on(survives, kind):
 
 
 FRAGMENTS = (
-    BEGIN
+    KILLED
     + """
 def loss():
     if rank == size - 1:
@@ -284,11 +266,11 @@ def test_takes_of_other_nodes_go_on(survives, kind, moment):
 def test_writes_go_on(survives, kind, when):
     # The contents of a gradient are not part of the request to admit it.
     apart = "from hpcaccum.nodes import transfer\ntransfer.SHORT = 0\n"
-    survives(apart + ACCUMULATE, kind, f"storage.{CLASSES[kind]}.write", when)
+    survives(apart + ACCUMULATE, kind, f"accumulator.{STORAGES[kind]}.write", when)
 
 
 UPDATE = (
-    BEGIN.split("gradient = ")[0].replace("calls == 5", "calls == 2")
+    KILLED.split("gradient = ")[0].replace("calls == 5", "calls == 2")
     + """
 def work(self, chunk, update, scratch):
     if rank == 0:
@@ -310,7 +292,7 @@ def saving(self, *args):
     if rank == size - 1 and when == "done":
         die()
 
-cls = node_update.NodeUpdate
+from hpcaccum.server.node_update import NodeUpdate as cls
 make, save = cls._work_on_chunk, cls._saving
 cls._work_on_chunk, cls._saving = work, saving
 with internals.limits(chunk=1000, least=4000, most=4000, thread=4000):
@@ -364,7 +346,7 @@ def test_a_mean_of_all_ranks_ends_with_a_status(ends):
 REASONS = "KILLED BY SIGNAL: 9", "Killed (signal 9)", "exited on\nsignal 9 (Killed)"
 
 
-@pytest.mark.parametrize("place", ["loss", "protocol.AdmissionProtocol.arrive"])
+@pytest.mark.parametrize("place", ["loss", WRITE[-1][0]])
 def test_a_launcher_that_ends_the_job_has_the_status_of_the_rank(mpirun, script, place):
     # The others may go on without it before the launcher ends the job.
     program = TRAIN.replace("accepted < 10", "accepted < 5000")
@@ -392,7 +374,7 @@ def test_too_few_workers_end_with_a_status(ends, dedicated):
 
 
 FREE = (
-    BEGIN.replace("calls == 5", "calls == 1")
+    KILLED.replace("calls == 5", "calls == 1")
     + """
 acc = hpc.ConditionalAccumulator("float32", (size,), storage=kind)
 acc.apply_grad(gradient)
@@ -405,14 +387,13 @@ acc.free()
 @pytest.mark.parametrize("leg", LEGS)
 def test_a_loss_while_memory_is_freed_ends_with_a_status(ends, leg):
     env = MESSAGES if leg == "messages" else {}
-    ends(FREE, "sum", "storage.Sums.free", "before", env=env, timeout=25)
+    ends(FREE, "sum", "accumulator.storage.Sums.free", "before", env=env, timeout=25)
 
 
 # The last rank is killed while it computes a gradient.
 COMMAND = """
-import os, signal, sys
+import os, signal
 from mpi4py import MPI
-from hpcaccum.cli import main
 from hpcaccum.train.model import MLP
 
 compute, calls = MLP.loss_and_gradients, []
@@ -423,23 +404,20 @@ def dying(*args):
         os.kill(os.getpid(), signal.SIGKILL)
     return compute(*args)
 
-if __name__ == "__main__":
-    processes = MPI.COMM_WORLD.allgather(os.getpid())
-    if MPI.COMM_WORLD.rank == 3:
-        MLP.loss_and_gradients = dying
-    sys.exit(main())
+processes = MPI.COMM_WORLD.allgather(os.getpid())
+if MPI.COMM_WORLD.rank == 3:
+    MLP.loss_and_gradients = dying
 """
 
 
 @pytest.fixture
-def train(mpirun, script, tmp_path, digits):
+def train(patched, tmp_path, digits):
     """Run a training that loses a rank; return the status, the output and the log."""
     words = "train", "--strategy", "drop-stale", "--data", digits, "--log", "log.jsonl"
     words += "--epochs", "6", *(f"--straggler={rank}:20" for rank in range(3))
 
-    def run(program):
-        path = script(program)
-        result = mpirun(4, path, *words, cwd=tmp_path, survive=True)
+    def run(before):
+        result = patched(4, before, *words, cwd=tmp_path, survive=True)
         assert " is lost: its process has ended" in result.stdout, result.stdout
         assert "Traceback" not in result.stdout
         end = json_lines(tmp_path / "log.jsonl")[-1]
@@ -471,14 +449,9 @@ def test_a_training_that_is_asked_to_stop_may_lose_a_rank(train):
 
 # The last rank stops; the others continue it when it is lost.
 STOP = """
-import os, signal, sys, time
-import numpy as np
-import hpcaccum as hpc
 from tests import internals
-from mpi4py import MPI
 
-comm, kind = MPI.COMM_WORLD, sys.argv[1]
-rank, size = comm.rank, comm.size
+kind = sys.argv[1]
 stopped = comm.bcast(os.getpid(), size - 1)
 gradient = np.zeros(size)
 gradient[rank] = 1
@@ -542,10 +515,10 @@ STOPS = [
 
 
 @pytest.mark.parametrize(("leg", "kind"), every_second(STOPS))
-def test_a_rank_that_was_stopped_ends(mpirun, script, leg, kind):
+def test_a_rank_that_was_stopped_ends(mpirun, program, leg, kind):
     env = {"HPCACCUM_HEARTBEAT": "5"}
     env |= MESSAGES if leg == "messages" else {}
-    result = mpirun(3, script(STOP), kind, survive=True, env=env, timeout=60)
+    result = mpirun(3, program(STOP), kind, survive=True, env=env, timeout=60)
 
     for text in (
         r"rank 2 \(process .*\) is lost: no heartbeat for 5 s",
@@ -575,24 +548,15 @@ def test_the_soak_goes_on_without_ranks(mpirun, leg, seed):
 
 # The last rank dies when it is about to make some object of its own, or of the node.
 START = """
-import os, signal, sys, time
-import numpy as np
-import hpcaccum as hpc
-from hpcaccum.mpi import AtomicWords, Group
-from hpcaccum.mpi.memory import windows
-from hpcaccum.server import ParameterServer
-from mpi4py import MPI
+from tests import internals
 
-place, rank, size = sys.argv[1], MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-
-def die(*_, **__):
+def die(*_):
     # The others are past the collective call before.
     time.sleep(0.3)
     os.kill(os.getpid(), signal.SIGKILL)
 
 if rank == size - 1:
-    owner, name = place.split(".")
-    setattr(globals()[owner], name, die)
+    internals.around(sys.argv[1], die)
 w = hpc.Variable(np.zeros(3), "w")
 opt = hpc.SyncReplicasOptimizer(hpc.SGD(1.0), 1)
 opt.initialize([w])
@@ -604,16 +568,16 @@ print(f"rank {rank} has the end")
     "place",
     every_second(
         [
-            "Group.agree",
-            "AtomicWords.__init__",
+            "mpi.Group.agree",
+            "mpi.AtomicWords.__init__",
             # Here the others wait in MPI; Open MPI raises an error.
-            *["windows.creating"] * MPICH,
-            "ParameterServer.__init__",
+            *["mpi.memory.windows.creating"] * MPICH,
+            "server.ParameterServer.__init__",
         ]
     ),
 )
 def test_a_loss_during_the_start_ends_with_a_status(ends, place):
-    output = ends(START, place)
+    output = ends(BEGIN + START, place)
 
     # Open MPI's mpiexec may end the second one before it says so.
     text = r"rank [01] of 3 ends: .*rank 2 \(process \d+ on .+\) is lost: its process"

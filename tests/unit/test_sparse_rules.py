@@ -66,18 +66,6 @@ def test_the_effect_is_that_of_the_array(rule):
     same_bits(sparse.value, dense.value)
 
 
-@pytest.mark.parametrize("rule", ["Momentum", "Adam"])
-def test_other_rows_do_not_move(rule):
-    w, opt = hpc.Variable(np.zeros((3, 2)), "w"), MAKERS[rule]()
-    opt.apply_gradients([(hpc.IndexedSlices(np.ones((1, 2)), [0]), w)])
-    moved = w.value[0].copy()
-    opt.apply_gradients([(hpc.IndexedSlices(np.ones((1, 2)), [2]), w)])
-
-    same_bits(w.value[0], moved)
-    assert (w.value[1] == 0).all()
-    assert opt.snapshot()["state"]["w"]["step"] == 2
-
-
 @pytest.mark.parametrize("order", ["C", "F", "strided"])
 def test_variables_and_slots_of_any_memory_order(order):
     memory = np.ones((5, 6), "f4", order="F" if order == "F" else "C")

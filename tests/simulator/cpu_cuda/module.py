@@ -57,21 +57,11 @@ class Module:
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         self._launch.argtypes = [pointer] * 4 + [ctypes.c_uint64, ctypes.c_char_p, size]
 
-    def launch(
-        self,
-        name: str,
-        grid: Any,
-        block: Any,
-        args: Any,
-        *,
-        shared_mem: int = 0,
-    ) -> None:
+    def launch(self, name: str, grid: Any, block: Any, args: Any) -> None:
         """Run a kernel to its end, its threads in random order.
 
         Args:
-            args: NumPy scalars (Python's int, float and bool mean int64, float64 and
-                bool, as they do for CuPy), None, contiguous arrays, or objects with
-                `ptr` and `nbytes`.
+            args: NumPy scalars, None, or objects with `ptr` and `nbytes`.
 
         Raises:
             CudaError: If an argument is of another width than its parameter, or the
@@ -79,8 +69,6 @@ class Module:
         """
         if name not in self._parameters:
             raise CudaError(f"no kernel {name}; there are {', '.join(self.names)}")
-        if shared_mem:
-            raise CudaError("shared memory of a size known at launch is not simulated")
         sizes = [_three(name, "grid", grid, 2**31 - 1), _three(name, "block", block)]
         if np.prod(sizes[1]) > 1024:
             raise CudaError(f"{name}: {block} are more than 1024 threads a block")
@@ -146,31 +134,11 @@ def _three(name: str, what: str, given: Any, most: int = 1024) -> list[int]:
 def _value(where: str, kind: str, argument: Any) -> Any:
     """Return an array of one element: what the parameter's memory holds."""
     wanted = f"{WORDS[kind[0]]} of {kind[1:]} bytes"
-    address = _address(where, argument)
-    if address is not None:
+    if argument is None or hasattr(argument, "ptr"):
         if kind[0] != "p":
             raise CudaError(f"{where} is {wanted}, got an array")
-        return np.array([address], np.uint64)
-    scalar = _scalar(where, argument)
+        return np.array([getattr(argument, "ptr", 0)], np.uint64)
+    scalar = np.array([argument])
     if KINDS.get(scalar.dtype.kind) != kind[0] or scalar.itemsize != int(kind[1:]):
         raise CudaError(f"{where} is {wanted}, got {scalar.dtype} {argument!r}")
     return scalar
-
-
-def _address(where: str, argument: Any) -> int | None:
-    if argument is None:
-        return 0
-    if isinstance(argument, np.ndarray) and argument.ndim:
-        if not argument.flags.c_contiguous:
-            raise CudaError(f"{where}: the array is not contiguous")
-        return argument.ctypes.data
-    return getattr(argument, "ptr", None)
-
-
-def _scalar(where: str, argument: Any) -> Any:
-    types = {bool: np.bool_, int: np.int64, float: np.float64}
-    if type(argument) in types:
-        argument = types[type(argument)](argument)
-    if not isinstance(argument, np.generic):
-        raise CudaError(f"{where}: cannot pass {type(argument).__name__} to a kernel")
-    return np.array([argument])

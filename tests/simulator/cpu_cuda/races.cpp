@@ -5,7 +5,6 @@
 // thread, by a barrier of their block, or, between blocks, by a fence and an atomic of the
 // first thread and an atomic and a fence of the second.  Atomics do not race each other.
 // (The scheme of FastTrack, Flanagan and Freund, PLDI 2009, with a clock per barrier.)
-// __syncwarp orders nothing here.
 #include "scheduler.h"
 
 #include <cstdio>

@@ -162,18 +162,14 @@ template <class F> bool each_lane(Fiber &fiber, F visit) {
 // Ends the warp operation once all lanes of the mask are in it.
 bool complete(Fiber &fiber) {
     if (!each_lane(fiber, [&](int, Fiber &other) { return waits_alike(other, fiber); })) return false;
-    unsigned taking_part = 0, ballot = 0;
     uint64_t values[32];
     std::memset(values, 0xFF, sizeof values);  // what a lane that takes no part gives
     each_lane(fiber, [&](int lane, Fiber &other) {
-        taking_part |= 1u << lane;
-        ballot |= unsigned(other.vote) << lane;
         values[lane] = other.value;
         return true;
     });
     each_lane(fiber, [&](int, Fiber &other) {
         other.value = values[other.source_lane & 31];
-        other.ballot = ballot;
         other.state = State::ready;
         return true;
     });
@@ -249,10 +245,10 @@ std::string divergence(const Block &block) {
 // Lets the threads of a block pass that all wait at one barrier.
 void pass_barrier(Block &block) {
     const char *at = block.fibers[0].at;
-    block.votes = 0;
+    block.any_vote = false;
     for (auto &fiber : block.fibers) {
         if (fiber.state != State::at_barrier || std::strcmp(fiber.at, at)) return fail(divergence(block));
-        block.votes += fiber.vote;
+        block.any_vote |= fiber.vote;
     }
     for (auto &fiber : block.fibers) fiber.state = State::ready;
     race::barrier(block);
@@ -317,13 +313,12 @@ struct FlushSubnormals {
 }  // namespace
 
 // ---- what kernels and the race check call ----------------------------------------------
-Votes barrier(bool vote, const char *at) {
+bool barrier(bool vote, const char *at) {
     running->vote = vote;
     running->at = at;
     running->state = State::at_barrier;
     leave();
-    Block &block = *running->block;
-    return {block.votes, block.votes == (int)block.fibers.size()};
+    return running->block->any_vote;
 }
 
 uint64_t warp_value(unsigned mask, uint64_t value, unsigned source_lane, const char *at) {
@@ -331,12 +326,6 @@ uint64_t warp_value(unsigned mask, uint64_t value, unsigned source_lane, const c
     running->source_lane = source_lane;
     warp_operation(mask, at);
     return running->value;
-}
-
-unsigned warp_ballot(unsigned mask, bool vote, const char *at) {
-    running->vote = vote;
-    warp_operation(mask, at);
-    return running->ballot;
 }
 
 unsigned lane() { return running->thread & 31; }

@@ -31,7 +31,7 @@ struct Fiber {
     // What it waits with.
     const char *at = "";
     bool vote = false;
-    unsigned mask = 0, source_lane = 0, ballot = 0;
+    unsigned mask = 0, source_lane = 0;
     uint64_t value = 0;
 
     // Race check: seen and published by fences, seen by atomics before a fence.
@@ -45,7 +45,7 @@ struct Block {
     std::vector<int> order;
     std::vector<char> shared;
     int alive = 0;
-    int votes = 0;
+    bool any_vote = false;
     uint64_t barrier_time = 0;  // race check: when its last barrier was complete
     Clock acquired;
 };

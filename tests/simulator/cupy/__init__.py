@@ -14,14 +14,13 @@ from __future__ import annotations
 
 from . import _routines, cuda, linalg, random
 from ._ndarray import from_dlpack, ndarray
-from ._raw import RawKernel, RawModule
+from ._raw import RawModule
 from ._routines import *  # noqa: F403
 
 __version__ = "14.0.simulated"
 
 __all__ = [
     *_routines.__all__,
-    "RawKernel",
     "RawModule",
     "cuda",
     "from_dlpack",

@@ -62,10 +62,6 @@ def _in_place(function):
     return method
 
 
-def _unary(function):
-    return lambda self: late(function, self)
-
-
 def _scalar(convert):
     return lambda self: convert(self.get())
 
@@ -276,34 +272,11 @@ for _name, _function in {
     "sub": np.subtract,
     "mul": np.multiply,
     "truediv": np.true_divide,
-    "floordiv": np.floor_divide,
-    "mod": np.remainder,
-    "pow": np.power,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "lshift": np.left_shift,
-    "rshift": np.right_shift,
 }.items():
     setattr(ndarray, f"__{_name}__", _binary(_function))
     setattr(ndarray, f"__r{_name}__", _binary(_function, swap=True))
     setattr(ndarray, f"__i{_name}__", _in_place(_function))
-for _name, _function in {
-    "lt": np.less,
-    "le": np.less_equal,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-}.items():
-    setattr(ndarray, f"__{_name}__", _binary(_function))
-for _name, _function in {
-    "neg": np.negative,
-    "pos": np.positive,
-    "abs": np.absolute,
-    "invert": np.invert,
-}.items():
-    setattr(ndarray, f"__{_name}__", _unary(_function))
+ndarray.__eq__, ndarray.__gt__ = _binary(np.equal), _binary(np.greater)
 ndarray.__hash__ = None
 
 _compute.kinds.append(ndarray)

@@ -10,7 +10,6 @@ from . import _compute
 from ._errors import CUDARuntimeError
 from .cuda.compiler import CompileException
 from .cuda.device import get_device_id
-from .cuda.memory import MemoryPointer
 from .cuda.stream import _queue_of
 
 
@@ -19,50 +18,25 @@ class RawModule:
 
     def __init__(self, code=None, *, options=(), backend="nvrtc"):
         self.code, self.options, self.backend = code, tuple(options), backend
-        self._module = None
-
-    def compile(self, log_stream=None):
-        self._built()
 
     def get_function(self, name):
-        self._built()
-        kernel = RawKernel(self.code, name, self.options, self.backend)
-        kernel._module = self._module
-        return kernel
+        from cpu_cuda import CudaError, build
 
-    def _built(self):
-        if self._module is None:
-            self._module = _build(self.code, self.options, self.backend)
-        return self._module
+        try:
+            return _Kernel(build(self.code, options=self.options), name)
+        except CudaError as error:
+            facts = self.code, "kernel.cu", self.options, self.backend
+            raise CompileException(str(error), *facts) from error
 
 
-def _build(code, options, backend):
-    from cpu_cuda import CudaError, build
-
-    try:
-        return build(code, options=options)
-    except CudaError as error:
-        raise CompileException(
-            str(error), code, "kernel.cu", options, backend
-        ) from error
-
-
-class RawKernel:
+class _Kernel:
     """A kernel of a CUDA source."""
 
-    def __init__(self, code, name, options=(), backend="nvrtc"):
-        self.code, self.name = code, name
-        self.options, self.backend = tuple(options), backend
-        self._module = None
+    def __init__(self, module, name):
+        self._module, self.name = module, name
 
-    def compile(self, log_stream=None):
-        if self._module is None:
-            made = RawModule(code=self.code, options=self.options)
-            self._module = made.get_function(self.name)._module
-
-    def __call__(self, grid, block, args, *, shared_mem=0, stream=None):
+    def __call__(self, grid, block, args):
         """Queue a launch; the next wait reports an error of the kernel."""
-        self.compile()
         grid, block = _sizes(grid), _sizes(block)
         values = [_argument(each) for each in args]
         place = _caller()
@@ -70,13 +44,11 @@ class RawKernel:
         def action():
             _check_places(values)
             try:
-                self._module.launch(
-                    self.name, grid, block, values, shared_mem=shared_mem
-                )
+                self._module.launch(self.name, grid, block, values)
             except Exception as error:
                 raise CUDARuntimeError(719, f"{error}; launched at {place}") from error
 
-        _queue_of(stream).put(action)
+        _queue_of().put(action)
 
 
 class _Pointer:
@@ -96,12 +68,7 @@ def _argument(value):
         )
         nbytes = span + host.itemsize if host.size else 0
         return _Pointer(value.data.ptr, nbytes, device, get_device_id())
-    if isinstance(value, MemoryPointer):
-        nbytes = value.mem.ptr + value.mem.size - value.ptr
-        return _Pointer(value.ptr, nbytes, value.device_id, get_device_id())
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        value = value[()]
-    if value is None or isinstance(value, (bool, int, float, complex, np.generic)):
+    if value is None or isinstance(value, np.generic):
         return value
     raise TypeError(f"Unsupported type {type(value)}")
 

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from cupy import _transfer
 
-__all__ = ["empty_pinned", "zeros_pinned"]
+__all__ = ["empty_pinned"]
 
 
 def empty_pinned(shape, dtype=float, order="C"):
     """Return a NumPy array in pinned memory."""
     return _transfer.empty_pinned(shape, dtype, order)
-
-
-def zeros_pinned(shape, dtype=float, order="C"):
-    """Return a NumPy array of zeros in pinned memory."""
-    new = _transfer.empty_pinned(shape, dtype, order)
-    new.fill(0)
-    return new
