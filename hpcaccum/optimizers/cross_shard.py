@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
-
 from hpcaccum.accumulator import Receipt
 from hpcaccum.arguments import check_wire_dtype, wire_format
-from hpcaccum.device import cupy, is_device, release, to_host
+from hpcaccum.device import cupy, is_device, release
 from hpcaccum.dtypes import Array
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Group, Objects, group_of
@@ -378,9 +376,6 @@ class CrossShardOptimizer(Wrapper):
     @property
     def _exchanges(self) -> Sequence[ShardReducer]:
         return [] if self._shard is None else [self._shard]
-
-    def _read(self, names: Sequence[str]) -> list[Array]:
-        return [np.array(to_host(self._values[name])) for name in names]
 
     def snapshot(self) -> dict[str, Any]:
         """Return copies of the variables and of their state. Not collective.

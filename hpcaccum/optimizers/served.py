@@ -112,9 +112,8 @@ class Served:
         if self._flat is not None:
             self._flat.apply(rate, pairs)
             return
-        options = self._outer._host_options
-        if options is not None and not self.server.in_parts:
-            options.use(options.changed())
+        if not self.server.in_parts and (changed := self._outer._changed_options()):
+            self._outer._use_options(changed)
         self._outer.apply_gradients(pairs)
 
     def _shared_rate(self) -> float | None:
@@ -124,16 +123,14 @@ class Served:
         """
         if self._flat is not None:
             return self._flat.rate()
-        options = self._outer._host_options
-        if options is not None and (changed := options.changed()):
+        if changed := self._outer._changed_options():
             self.server.ask(list(changed))
         return None
 
     def _answer(self, question: str | list[Any] | None) -> dict[Key, StatePart]:
         """Return the state of a variable, or of all; or use the host's options."""
         if isinstance(question, list):
-            assert self._outer._host_options is not None
-            self._outer._host_options.use(question)
+            self._outer._use_options(question)
             return {}
         variables = self._center.values()
         wanted = [var for var in variables if question in (None, var.name)]

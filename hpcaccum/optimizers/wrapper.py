@@ -8,10 +8,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, SupportsFloat, TypeVar, cast, overload
 
+import numpy as np
+
 from hpcaccum import metrics
 from hpcaccum.accumulator import Receipt, Tally
 from hpcaccum.arguments import positive_count
-from hpcaccum.device import all_on_device, release
+from hpcaccum.device import all_on_device, release, to_host
 from hpcaccum.dtypes import Array
 from hpcaccum.errors import InvalidArgumentError, counted
 from hpcaccum.mpi import Freeable, Group
@@ -392,7 +394,7 @@ class Wrapper(Freeable, Optimizer):
 
     def _read(self, names: Sequence[str]) -> list[Array]:
         """Return copies of the newest values."""
-        raise NotImplementedError
+        return [np.array(to_host(self._values[name])) for name in names]
 
     def _describe(self) -> str:
         return f"optimizer {self.get_name()!r}"

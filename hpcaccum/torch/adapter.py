@@ -222,7 +222,7 @@ class Adapter(torch.optim.Optimizer, AdapterBase):  # type: ignore[misc]
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            self._rule._host_options.check()
+            self._rule.check_groups()
             self._rule.reclaim()
             # Schedulers look for it where they were attached.
             self.optimizer._opt_called = True
@@ -447,8 +447,7 @@ class Adapter(torch.optim.Optimizer, AdapterBase):  # type: ignore[misc]
         self._before_free()
         self.sync_buffers()
         self._exchange.free()
-        self._gradients.remove_hooks()
-        for handle in self._handles:
+        for handle in (*self._handles, *self._gradients.hooks.values()):
             handle.remove()
 
     def _before_free(self) -> None:

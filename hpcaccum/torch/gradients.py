@@ -38,20 +38,15 @@ class Gradients:
         self._parameters = parameters
         self._variables = {var.name: var for var in variables}
         self.names = {p: name for name, p in parameters.items()}
-        self._hooks: dict[Any, Any] = {}
+        self.hooks: dict[Any, Any] = {}
 
     def add_hooks(self, call: Callable[[Any], None]) -> None:
         """Have each gradient reported, once, when a backward pass has computed it."""
-        self._hooks = self._hooks or {each: _hook(each, call) for each in self.names}
-
-    def remove_hooks(self) -> None:
-        """Have no more gradients reported."""
-        for hook in self._hooks.values():
-            hook.remove()
+        self.hooks = self.hooks or {each: _hook(each, call) for each in self.names}
 
     def is_final(self, parameter: Any) -> bool:
         """Whether a gradient that is reported is dense, and no hook comes after."""
-        hook = self._hooks[parameter]
+        hook = self.hooks[parameter]
         last = next(reversed(hook.hooks_dict_ref()))
         return not self._variables[self.names[parameter]].sparse and last == hook.id
 

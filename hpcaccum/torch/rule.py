@@ -19,7 +19,7 @@ from hpcaccum.optimizers.start import checksum
 from hpcaccum.optimizers.update_rule import finite
 from hpcaccum.rows import IndexedSlices
 from hpcaccum.torch.gradients import gradient_of, needs_for_rows
-from hpcaccum.torch.tensors import CPU, array_of, laid_out, tensor_of
+from hpcaccum.torch.tensors import CPU, array_of, host_array, laid_out, tensor_of
 
 # What a parameter group has besides the options of the updates.
 _NOT_OPTIONS = ("params", "param_names")
@@ -33,47 +33,6 @@ class _Target(NamedTuple):
 
     optimizer: Any
     tensors: Mapping[str, Any]
-
-
-class _GroupOptions:
-    """The options of the parameter groups of an optimizer, as a center has them."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer, self._sizes = optimizer, _sizes(optimizer)
-        # The parameter groups of the center, on its rank.
-        self.center: Sequence[dict[str, Any]] | None = None
-        # Those that the center, or all servers, have, of each parameter group.
-        self._copied: list[dict[str, Any]] = [{} for _ in self._sizes]
-
-    def check(self) -> None:
-        """Raise InvalidArgumentError if the optimizer has got parameters since."""
-        if _sizes(self._optimizer) != self._sizes:
-            raise InvalidArgumentError(
-                f"{type(self._optimizer).__name__}: parameters cannot be added later; "
-                f"make a new optimizer"
-            )
-
-    def changed(self) -> Sequence[dict[str, Any]]:
-        """Return what has changed in each parameter group; nothing if none has."""
-        self.check()
-        changed = []
-        groups = self._optimizer.param_groups
-        for group, copied in zip(groups, self._copied, strict=True):
-            # Only these: some optimizers keep state among the options.
-            found = {
-                name: value
-                for name, value in _options(group).items()
-                if not _is_same(copied.get(name), value)
-            }
-            copied.update({name: _kept(value) for name, value in found.items()})
-            changed.append(found)
-        return changed if any(changed) else []
-
-    def use(self, changed: Sequence[dict[str, Any]]) -> None:
-        """Change the options of the center."""
-        # One of more servers than variables may have none.
-        for group, options in zip(self.center or (), changed, strict=False):
-            group.update(options)
 
 
 class TorchRule(Optimizer):
@@ -92,8 +51,6 @@ class TorchRule(Optimizer):
         parameters: By name.
         own: The parameters as variables.
     """
-
-    _host_options: _GroupOptions
 
     def __init__(
         self,
@@ -123,7 +80,9 @@ class TorchRule(Optimizer):
         self._versions: list[int] = []
         self._arrays = {var.name: var.value for var in self.own}
         self._center: _Target | None = None
-        self._host_options = _GroupOptions(optimizer)
+        self._sizes = _sizes(optimizer)
+        # Options that the center, or all servers, have, of each parameter group.
+        self._copied: list[dict[str, Any]] = [{} for _ in self._sizes]
 
     def __repr__(self) -> str:
         """Show the options: the same text on ranks with the same options."""
@@ -167,7 +126,6 @@ class TorchRule(Optimizer):
         if not self._has(variables):
             tensors = {var.name: tensor_of(var.value) for var in variables}
             self._center = _Target(_copied(self._original, tensors), tensors)
-            self._host_options.center = self._center.optimizer.param_groups
 
     def _has(self, variables: Sequence[Variable]) -> bool:
         """Whether the variables are the parameters themselves."""
@@ -208,6 +166,37 @@ class TorchRule(Optimizer):
         parameters = {var.name: self.parameters[var.name] for var in variables}
         return TorchRule(self._original.optimizer, parameters, (), None)
 
+    # The options
+
+    def check_groups(self) -> None:
+        """Raise InvalidArgumentError if the optimizer has got parameters since."""
+        if _sizes(self._original.optimizer) != self._sizes:
+            raise InvalidArgumentError(
+                f"{self.get_name()}: parameters cannot be added later; make a new "
+                f"optimizer"
+            )
+
+    def _changed_options(self) -> Sequence[dict[str, Any]]:
+        self.check_groups()
+        changed = []
+        groups = self._original.optimizer.param_groups
+        for group, copied in zip(groups, self._copied, strict=True):
+            # Only these: some optimizers keep state among the options.
+            found = {
+                name: value
+                for name, value in _options(group).items()
+                if not _is_same(copied.get(name), value)
+            }
+            copied.update({name: _kept(value) for name, value in found.items()})
+            changed.append(found)
+        return changed if any(changed) else []
+
+    def _use_options(self, changed: Sequence[dict[str, Any]]) -> None:
+        # One of more servers than variables may have no center.
+        groups = self._center.optimizer.param_groups if self._center else ()
+        for group, options in zip(groups, changed, strict=False):
+            group.update(options)
+
     def learning_rates(self) -> list[float | None]:
         """Return the rate of each parameter group; None if it is no number."""
         groups = self._original.optimizer.param_groups
@@ -224,7 +213,7 @@ class TorchRule(Optimizer):
         """Return text that is the same for the same state of the own parameters."""
         state = self._original.optimizer.state
         found = [
-            (name, part, array_of(v.cpu()) if isinstance(v, torch.Tensor) else v)
+            (name, part, host_array(v) if isinstance(v, torch.Tensor) else v)
             for name, parameter in self.parameters.items()
             for part, v in sorted(state.get(parameter, {}).items())
         ]

@@ -29,6 +29,11 @@ def array_of(tensor: Any) -> Array:
     return _shared(tensor)
 
 
+def host_array(tensor: Any) -> Array:
+    """Return an array that shares the memory of a tensor; of a device's, a copy."""
+    return array_of(tensor.cpu())
+
+
 def _shared(tensor: Any) -> Array:
     return shared_array(tensor) if is_cuda(tensor) else tensor.numpy()
 
