@@ -205,10 +205,8 @@ class Averager(Freeable):
         weight: Any = 1.0,
         **others: Any,
     ) -> tuple[Any, Any]:
-        """Return the mean of updates over the ranks, and the state. Collective.
-
-        The rest of a chain may have ``others``.
-        """
+        """Return the mean of updates over the ranks, and the state. Collective."""
+        # The rest of a chain may have `others`.
         if _forbidden.get():
             raise InvalidArgumentError(
                 f"{self._name} cannot be part of the rule of a server, which only the "
@@ -293,11 +291,8 @@ class Averager(Freeable):
         return None
 
     def _reduce(self, *leaves: Any, names: tuple[str, ...] = ()) -> list[Array]:
-        """Return the new mark of the state, and the means of arrays, in new memory.
-
-        ``leaves`` are arrays, their weight, and the parameters called ``names``, which
-        are compared.
-        """
+        """Return the new mark of the state, and the means of arrays, in new memory."""
+        # The leaves are arrays, their weight, and the parameters that are compared.
         assert self._structure is not None
         assert self._shard is not None
         count = len(self._structure.names)

@@ -309,12 +309,11 @@ class AGNHook:
 
 
 class SummedRows:
-    """Sums of the gradients of sparse variables, which have rows only.
+    """Sums of the gradients of sparse variables, in the dtype in which they are sent.
 
     Gradients are kept until a sum is wanted: to add them one by one would take time for
-    all rows of the sum with each of them. A sum usually has ``number`` gradients. It
-    may have more of them, with ``number * capacity`` different rows at most. Its dtype
-    is that in which a server gets gradients.
+    all rows of the sum with each of them. A sum of any number of gradients has at most
+    ``number * capacity`` different rows.
     """
 
     def __init__(self, variables: Sequence[Variable], number: int) -> None:

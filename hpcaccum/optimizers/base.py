@@ -258,10 +258,8 @@ class Optimizer(abc.ABC):
         return False
 
     def _needs_for_rows(self) -> str | None:
-        """Return what it lacks to change only the rows of an `IndexedSlices`; or None.
-
-        Only then can ranks copy these rows instead of the whole variable.
-        """
+        """Return what it lacks to change only the rows of a gradient, or None."""
+        # Only then can ranks copy these rows instead of the whole variable.
         return f"an inner optimizer that is a rule of hpcaccum, not {self!r}"
 
     def _fragment(self, variables: Sequence[Variable]) -> Optimizer:

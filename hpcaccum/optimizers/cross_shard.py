@@ -258,11 +258,9 @@ class CrossShardOptimizer(Wrapper):
         return self._options["reduction"] == Reduction.MEAN and self._parts > 1
 
     def _is_whole_step(self) -> bool:
-        """Whether `minimize` is running, with the two calls of this class.
-
-        Nothing sees the gradients between the calls, so the reduction can divide them,
-        which saves a pass over memory.
-        """
+        """Whether `minimize` is running, with the two calls of this class."""
+        # Nothing sees the gradients between the calls, so the reduction can divide
+        # them, which saves a pass over memory.
         calls = self.compute_gradients, self.apply_gradients
         own = CrossShardOptimizer.compute_gradients, CrossShardOptimizer.apply_gradients
         found = tuple(getattr(call, "__func__", None) for call in calls)

@@ -38,11 +38,10 @@ _COMPUTED = "number of calls of compute_gradients"
 class ShardReducer:
     """Reduces the gradients of the ranks of a group that have not left. Collective.
 
-    A rank that leaves, or whose gradients shall not be used, interrupts a reduction.
-    The others learn it there, and repeat the reduction without it; after a rank has
-    left, with a new reducer. So does a rank that has started other gradients than it
-    gives, and the reduction is repeated with those. A reducer may also go on without a
-    rank that is lost.
+    A rank that leaves, or whose gradients shall not be used, interrupts a reduction,
+    which the others repeat without it; after a rank has left, with a new reducer. A
+    rank that has started other gradients than it gives has all repeat the reduction
+    with those.
 
     ``options`` are those of a `Reducer`; ``rows`` has the formats of gradients that are
     rows, which travel in their own dtype.
@@ -160,10 +159,9 @@ class ShardReducer:
         lacks: frozenset[str] = frozenset(),
         weight: float = 1.0,
     ) -> Mapping[str, Array | Rows] | None:
-        """Return the sums or means of the gradients, with their weights. Collective.
+        """Return sums or means, of gradients that a rank has; None if all ranks skip.
 
-        Without those that no rank has; None if all ranks skip. After their use, call
-        `updated`.
+        Collective. After their use, call `updated`.
         """
         self.check_present()
         self.check_usable()
@@ -202,10 +200,7 @@ class ShardReducer:
         parts: int,
         weight: float,
     ) -> Mapping[str, Array | Rows] | None:
-        """Return the sums or means of the gradients; see `_mean`.
-
-        None if the ranks whose gradients were to be used are lost.
-        """
+        """Return the sums or means; None if all ranks that were to be used are lost."""
         if self._lacking:
             grads = {n: each for n, each in grads.items() if n not in self._lacking}
             out = {n: out[n] for n in out if n not in self._lacking} if out else out
@@ -307,10 +302,7 @@ class ShardReducer:
             self._continue(found.notes)
 
     def _continue(self, notes: Mapping[int, Any]) -> list[int]:
-        """Return the ranks whose gradients are used, after an interruption. Collective.
-
-        Goes on without the ranks that leave, and counts those that skip.
-        """
+        """Go on without the ranks that leave or skip; return the others. Collective."""
         by_note: dict[Any, list[int]] = {_LEAVES: [], _SKIPS: [], None: []}
         lacking = []
         for place, note in notes.items():
@@ -366,9 +358,9 @@ class ShardReducer:
         return {"global_step": self.step, "tally": self.tally().as_lists()}
 
     def finish(self) -> int | None:
-        """Free the reducer. Collective, of all ranks of the group.
+        """Free the reducer; if ranks have left, return a rank with the last variables.
 
-        If ranks have left, it returns one whose variables are those of the last update.
+        Collective, of all ranks of the group.
         """
         if not self.left:
             self._free_reducer()
@@ -409,10 +401,7 @@ def _mean(
 
 
 def layout_of(variables: Iterable[Variable], ranks: int) -> Layout:
-    """Return the layout of what is reduced of gradients by so many ranks.
-
-    Of rows of a sparse variable these are their numbers; see `RowExchange`.
-    """
+    """Return the layout of what is reduced; of rows, their numbers (`RowExchange`)."""
     rows = row_formats(variables)
     marks = {
         name: np.zeros((ranks, columns(each)), np.float32)

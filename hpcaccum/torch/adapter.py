@@ -43,10 +43,7 @@ R = TypeVar("R")
 
 
 def in_stream(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Make a method do its work on the device in PyTorch's order; see `stream_of`.
-
-    A compiled function calls it without tracing it.
-    """
+    """Make a method do its work on the device in PyTorch's order; see `stream_of`."""
 
     @functools.wraps(method)
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:

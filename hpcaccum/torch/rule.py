@@ -36,16 +36,12 @@ class _Target(NamedTuple):
 
 
 class TorchRule(Optimizer):
-    """Updates variables by a torch optimizer.
+    """Updates variables by a torch optimizer: its own parameters, or a center's.
 
-    The variables are the memory of its own parameters, or those of a center. For a
-    center, which is in CPU memory, it is copied: the copy has the same options and a
-    state of its own. The options are copied again when they have changed, so that a
-    scheduler of the original sets the learning rate of the center, too. Several servers
-    have whole variables each, and the options of the host.
-
-    It is not `elementwise`: whether an optimizer is cannot be known. But it must update
-    each parameter independently of the others, as all of `torch.optim` do.
+    For a center, which is in CPU memory, the optimizer is copied: the copy has a state
+    of its own, and the options of the host, which are copied again when they change.
+    Several servers have whole variables each, as whether an optimizer is `elementwise`
+    cannot be known. It must update each parameter independently of the others.
 
     Attributes:
         parameters: By name.
@@ -85,7 +81,6 @@ class TorchRule(Optimizer):
         self._copied: list[dict[str, Any]] = [{} for _ in self._sizes]
 
     def __repr__(self) -> str:
-        """Show the options: the same text on ranks with the same options."""
         groups = [_options(group) for group in self._original.optimizer.param_groups]
         return f"{self.get_name()}({', '.join(map(repr, groups))})"
 
@@ -254,10 +249,7 @@ class _KeptByTorch(KeptState):
 
 
 def _copied(original: _Target, tensors: Mapping[str, Any]) -> Any:
-    """Return a copy of an optimizer for tensors, by the names of its parameters.
-
-    It has the groups of all parameters, but only these tensors and their state.
-    """
+    """Return a copy of an optimizer for tensors, by name; it has all its groups."""
     optimizer = original.optimizer
     copies = {original.tensors[name]: tensor for name, tensor in tensors.items()}
     memo: dict[int, Any] = {id(parameter): copies[parameter] for parameter in copies}
