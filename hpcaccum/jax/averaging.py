@@ -85,21 +85,18 @@ def average(
     """Return a transformation that averages updates over the ranks. Collective.
 
     Before a rule, it averages gradients:
-    ``optax.chain(average(), optax.adam(1e-3))``. It can be compiled by `jax.jit`: the
-    exchange is an ordered callback. All ranks must call its ``update`` the same number
-    of times and in the same order.
+    ``optax.chain(average(), optax.adam(1e-3))``. It can be compiled by `jax.jit`. All
+    ranks must call its ``update`` the same number of times and in the same order.
 
     ``update(updates, state, params, weight=n)``, also of a chain, gives the updates of
     this rank a weight, such as the number of samples in its batch: the mean is then
     sum(weight * update) / sum(weight).
 
-    All ranks must start with the same parameters; `broadcast` makes them the same. The
-    first ``update`` of a state compares their bits, if it is given ``params``, and so
-    does the first one of a state that another job has saved.
-
-    The first ``update`` determines the pytree: its structure, shapes and dtypes are the
-    same on all ranks, and in all later calls. Half precision is summed in float32. If
-    leaves have different dtypes, all of them are exchanged in the widest.
+    All ranks must start with the same parameters; `broadcast` makes them the same. In
+    a job, the first ``update`` of a state with ``params`` compares their bits. The
+    first ``update`` determines the structure, shapes and dtypes of the pytree. Half
+    precision is summed in float32; leaves of different dtypes are exchanged in the
+    widest.
 
     Args:
         comm: Communicator of the ranks; COMM_WORLD by default.

@@ -61,11 +61,10 @@ class CrossShardOptimizer(Wrapper):
     dtypes, but gradients are exchanged in the widest of them; a warning then lists the
     variables of that dtype.
 
-    For a variable with ``sparse=True``, only the rows of the gradients are exchanged:
-    each rank gets the rows of all ranks, and the inner optimizer gets an
-    `IndexedSlices`. For any other variable, an `IndexedSlices` is converted to an
-    array. A mean is the mean of whole gradients: rows that a rank does not have count
-    as zero.
+    For a variable with ``sparse=True``, only the rows of the gradients are exchanged,
+    and the inner optimizer gets an `IndexedSlices`. In a mean, rows that a rank does
+    not have count as zero. For any other variable, an `IndexedSlices` is converted to
+    an array.
 
     Args:
         opt: Makes the updates, the same on every rank of a group.

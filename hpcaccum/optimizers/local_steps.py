@@ -135,19 +135,13 @@ class LocalStepsOptimizer(LocalSteps):
     more than ``staleness``, as in `DropStaleGradientOptimizer`. A rank whose push is
     dropped goes on with the newest center.
 
-    With ``fragments=F``, the variables are in F groups, in their order and of about the
-    same number of bytes, which are pushed one after the other: number f in the calls
-    whose number modulo T is f T / F, rounded down. Each push is of one fragment, which
-    has a center, a step and a quorum of its own. Receipts have the step of a fragment;
+    With ``fragments=F``, groups of variables are pushed one after the other. Each has a
+    center, a step and a quorum of its own. Receipts have the step of a fragment;
     `global_step` and `statistics` count the updates and the pushes of all.
 
-    With ``overlap=j``, a push does not wait. The rank goes on, and takes the new center
-    j calls later, with what the calls after the push have changed::
-
-        x' := x, at the push;   j calls later:  x := c + (x - x')
-
-    A dropped push is treated in the same way, with the newest center. The rank waits
-    only if the new center is not there after j calls.
+    With ``overlap=j``, a push does not wait. The rank takes the new center c, or the
+    newest one if its push was dropped, j calls after the push of x', as
+    ``x := c + (x - x')``. It waits only if the new center is not there by then.
 
     The state of ``inner`` belongs to its rank and stays when x is set to the center;
     snapshots contain the state of ``outer`` only. `learning_rate` is that of ``inner``.
@@ -164,8 +158,10 @@ class LocalStepsOptimizer(LocalSteps):
             default, each push is an update.
         staleness: Without a quorum, the largest lag accepted; unlimited by default.
         lateness: Without a quorum, see `DropStaleGradientOptimizer`.
-        fragments: F, at most the period and the number of variables. More than 1 is not
-            for ``dedicated`` servers.
+        fragments: F, the number of groups of variables, in their order and of about the
+            same size; at most the period and the number of variables. Number f, from 0,
+            is pushed in the calls whose number modulo T is f T / F, rounded down. More
+            than 1 is not for ``dedicated`` servers.
         overlap: Calls for which a push does not wait, fewer than the period.
         name: Name for messages.
         comm, host, dedicated, servers, on_nonfinite, min_workers, wire_dtype: See

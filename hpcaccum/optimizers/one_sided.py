@@ -75,15 +75,13 @@ class OneSidedOptimizer(Wrapper):
     Variables may have different dtypes, but gradients and parameters are sent in the
     widest of them; a warning then lists the variables of that dtype.
 
-    For a variable with ``sparse=True``, only the rows of gradients are sent, and only
-    these rows are updated and pulled: time grows with the number of rows, not with the
-    size of the variable. This needs one server, and an inner optimizer that changes no
-    other rows: a rule of this package, or a torch optimizer that `hpcaccum.torch`
-    accepts. Do not write to the array unless you call `assign` afterwards: a pull does
-    not restore other rows.
+    For a variable with ``sparse=True``, only the rows of gradients are sent, updated
+    and pulled. This needs one server, and an inner optimizer that changes no other
+    rows: a rule of this package, or a torch optimizer that `hpcaccum.torch` accepts.
 
-    A value that the program gives a variable is lost at the next pull, without an
-    error, unless all ranks call `assign`.
+    After the program has given a variable another value, all ranks must call `assign`:
+    otherwise the next pull replaces it, without an error; of a sparse variable, it
+    replaces only rows that updates have changed.
 
     Args:
         opt: Makes the updates; a local optimizer.

@@ -49,11 +49,10 @@ class CrossShard(Adapter):
         sparse: The parameters whose gradients are sparse, such as the weights of
             `torch.nn.Embedding(sparse=True)`; the same on all ranks. Only the rows of
             these gradients are exchanged. ``grad`` is the sparse mean: rows that a rank
-            does not have count as zero. All other parameters have dense gradients.
-        find_unused: Whether a parameter may have a gradient on some ranks only. Its
-            mean is taken over all ranks, with zeros for the ranks that have no
-            gradient, as in DistributedDataParallel; ``grad`` is None if no rank has
-            one. By default this raises an error on all ranks.
+            does not have count as zero.
+        find_unused: Whether a parameter may have a gradient on some ranks only; the
+            others count as zeros, as in DistributedDataParallel. ``grad`` is None if no
+            rank has one. By default this raises an error on all ranks.
         on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
             averages them, "drop" takes the mean over the other ranks, "raise" raises
             InvalidArgumentError on all ranks.

@@ -52,17 +52,14 @@ class OneSided(Adapter):
     Args:
         optimizer, make, module, buffers, comm: As for `Adapter`.
         host, dedicated, on_nonfinite, min_workers, wire_dtype: See `OneSidedOptimizer`.
-        servers: The ranks that hold the center, and update it: one rank, or several on
-            different nodes, of which the first is the host. Each holds whole
-            parameters, and a copy of the torch optimizer for them, which must update
-            each parameter independently of the others, as all of `torch.optim` do. By
-            default, only the host.
-        sparse: The parameters whose gradients are sparse, such as the weights of
-            `torch.nn.Embedding(sparse=True)`; the same on all ranks. Only the rows of
-            these gradients are sent, updated and pulled. This needs one server, and an
-            optimizer that changes no other rows: `SparseAdam`, `SGD` without momentum
-            and weight decay, or `Adagrad` without weight decay. Do not change such
-            parameters in other ways.
+        servers: The host, by default; or several ranks on different nodes, of which the
+            first is the host. Each holds whole parameters, and a copy of the torch
+            optimizer for them, which must update each parameter independently of the
+            others, as all of `torch.optim` do.
+        sparse: As for `CrossShard`. This needs one server, and an optimizer that
+            changes no other rows: `SparseAdam`, `SGD` without momentum and weight
+            decay, or `Adagrad` without weight decay. Do not change such parameters in
+            other ways.
         capacity: Maximum number of different rows in one such gradient; by default all
             rows. The server allocates memory for this number of rows for each rank.
     """
@@ -249,10 +246,7 @@ class LocalSteps(OneSided):
             with any options. A copy on the host makes the updates; its options are
             those of the host.
         period: Number of steps in a push.
-        quorum: Number of pushes in an update; by default, each push is one.
-        staleness, lateness: Without a quorum, as for `DropStale`.
-        fragments: Number of groups of parameters, which are pushed one after the other.
-        overlap: Number of steps for which a push does not wait.
+        quorum, staleness, lateness, fragments, overlap: As for `LocalStepsOptimizer`.
         options: See `OneSided`.
 
     Attributes:
