@@ -20,6 +20,7 @@ from hpcaccum.optimizers.adapter import ServerArguments
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 from hpcaccum.server import Lateness, Servers
 from hpcaccum.torch.adapter import Adapter, in_stream
+from hpcaccum.torch.parameters import Parameters
 from hpcaccum.torch.rule import TorchRule
 from hpcaccum.torch.tensors import check_optimizer
 
@@ -73,14 +74,14 @@ class OneSided(Adapter):
         self._root = self._exchange._root
         # First, as other hooks may change values.
         noted = self.optimizer.register_step_post_hook(
-            lambda *_: self._rule.note_values()
+            lambda *_: self._parameters.note_values()
         )
         self.optimizer._optimizer_step_post_hooks.move_to_end(noted.id, last=False)
         self._handles.append(noted)
-        self._rule.note_values()
+        self._parameters.note_values()
 
     def _update(self, weight: float) -> Receipt:
-        self._rule.check_values()
+        self._parameters.check_values()
         if self._is_local:
             return self._apply(weight)
         # Instead of the step of the optimizer, with its hooks.
@@ -93,13 +94,13 @@ class OneSided(Adapter):
     def _exchange_once(self, weight: float) -> Receipt:
         receipt = self._apply(weight)
         # What the next gradient is to be computed with.
-        self._gradients.clear()
-        nothing = [None] * len(self._rule.own)
+        self._parameters.clear()
+        nothing = [None] * len(self._parameters.variables)
         self._exchange.compute_gradients(lambda: (None, nothing))
         return receipt
 
     def _apply(self, weight: float) -> Receipt:
-        pairs = self._gradients.pairs()
+        pairs = self._parameters.pairs()
         if all(grad is None for grad, _ in pairs):
             raise self._no_gradient()
         return self._exchange.apply_gradients(pairs, weight=weight)
@@ -129,10 +130,10 @@ class OneSided(Adapter):
         self._rule.check_options(groups)
 
     def _restore(self, snapshot: Any, what: str) -> None:
-        self._gradients.clear()
+        self._parameters.clear()
         # The state of local updates, of AGN, begins anew.
         self.state.clear()
-        self._exchange.restore(snapshot, self._rule.own)
+        self._exchange.restore(snapshot, self._parameters.variables.values())
 
     def _before_free(self) -> None:
         # Otherwise others might wait for its gradients.
@@ -140,8 +141,8 @@ class OneSided(Adapter):
         failure = None
         try:
             # The last parameters are still to come.
-            self._rule.reclaim()
-            self._rule.check_values()
+            self._parameters.reclaim()
+            self._parameters.check_values()
         except InvalidArgumentError as error:
             failure = error
         self._group.raise_together(f"{self._what}: free", failure)
@@ -293,12 +294,12 @@ def checked_outer(
     make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], rule: TorchRule
 ) -> tuple[torch.optim.Optimizer, TorchRule]:
     """Return the optimizer of the center for the parameters of a rule, and its rule."""
-    parameters = rule.parameters
-    outer = make(list(parameters.values()))
+    tensors = rule.parameters.tensors
+    outer = make(list(tensors.values()))
     check_optimizer(outer, Adapter)
     groups = outer.param_groups
-    if {p for group in groups for p in group["params"]} != {*parameters.values()}:
+    if {p for group in groups for p in group["params"]} != {*tensors.values()}:
         raise InvalidArgumentError(
             "outer must return an optimizer of all the parameters that it gets"
         )
-    return outer, TorchRule(outer, parameters, (), None)
+    return outer, TorchRule(outer, Parameters(tensors))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from hpcaccum.optimizers.snapshot import Key, Parts
 from hpcaccum.optimizers.start import checksum
 from hpcaccum.optimizers.update_rule import finite
 from hpcaccum.rows import IndexedSlices
-from hpcaccum.torch.gradients import gradient_of, needs_for_rows
+from hpcaccum.torch.parameters import Parameters, gradient_of, needs_for_rows
 from hpcaccum.torch.tensors import CPU, array_of, host_array, laid_out, tensor_of
 
 # What a parameter group has besides the options of the updates.
@@ -42,39 +42,19 @@ class TorchRule(Optimizer):
     of its own, and the options of the host, which are copied again when they change.
     Several servers have whole variables each, as whether an optimizer is `elementwise`
     cannot be known. It must update each parameter independently of the others.
-
-    Attributes:
-        parameters: By name.
-        own: The parameters as variables.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        parameters: Mapping[str, Any],
-        sparse: Collection[str],
-        capacity: int | None,
-    ) -> None:
+    def __init__(self, optimizer: Any, parameters: Parameters) -> None:
         super().__init__(type(optimizer).__name__)
-        self.own = [
-            Variable(array_of(parameter), name, sparse=True, capacity=capacity)
-            if name in sparse
-            else Variable(array_of(parameter), name)
-            for name, parameter in parameters.items()
-        ]
         self.parameters = parameters
         # The numbers of the parameter groups that have one with sparse gradients.
-        rows = {parameters[name] for name in sparse}
+        rows = {parameters.tensors[name] for name in parameters.sparse}
         self._row_groups = [
             number
             for number, group in enumerate(optimizer.param_groups)
             if not rows.isdisjoint(group["params"])
         ]
-        self._original = _Target(optimizer, parameters)
-        # The variables are in this memory.
-        self._memory = {name: each.detach() for name, each in parameters.items()}
-        self._versions: list[int] = []
-        self._arrays = {var.name: var.value for var in self.own}
+        self._original = _Target(optimizer, parameters.tensors)
         self._center: _Target | None = None
         self._sizes = _sizes(optimizer)
         # Options that the center, or all servers, have, of each parameter group.
@@ -83,36 +63,6 @@ class TorchRule(Optimizer):
     def __repr__(self) -> str:
         groups = [_options(group) for group in self._original.optimizer.param_groups]
         return f"{self.get_name()}({', '.join(map(repr, groups))})"
-
-    def reclaim(self) -> None:
-        """Move parameters back to the memory of the variables; ``p.data = x`` moves."""
-        for name, memory in self._memory.items():
-            parameter = self.parameters[name]
-            if parameter.data_ptr() != memory.data_ptr():
-                _check_same(name, parameter, memory)
-                same = torch.allclose(parameter, memory, rtol=0, atol=0, equal_nan=True)
-                if not same:
-                    # It counts as a change of the parameter, whose version this is.
-                    memory.copy_(parameter.detach())
-                parameter.data = memory
-
-    def note_values(self) -> None:
-        """Take the values of the parameters for those that the adapter has written."""
-        self._versions = [each._version for each in self.parameters.values()]
-
-    def check_values(self) -> None:
-        """Raise InvalidArgumentError if the program has changed a parameter since.
-
-        PyTorch counts changes of a tensor, but not those of its ``.data``.
-        """
-        found = zip(self.parameters.items(), self._versions, strict=True)
-        for (name, parameter), version in found:
-            if parameter._version != version:
-                raise InvalidArgumentError(
-                    f"the program has changed the values of {name!r}, but the server "
-                    f"would replace them; to keep them, call opt.assign() on all ranks "
-                    f"after the change"
-                )
 
     def initialize(self, var_list: Any) -> None:
         """Set the variables; copy the optimizer if they are those of a center."""
@@ -125,7 +75,7 @@ class TorchRule(Optimizer):
     def _has(self, variables: Sequence[Variable]) -> bool:
         """Whether the variables are the parameters themselves."""
         first = variables[0]
-        return self._arrays[first.name] is first.value
+        return self.parameters.variables[first.name].value is first.value
 
     def _target(self, variables: Sequence[Variable]) -> _Target:
         if self._center is None or self._has(variables):
@@ -157,9 +107,8 @@ class TorchRule(Optimizer):
         return needs_for_rows(self._original.optimizer, found) if found else None
 
     def _fragment(self, variables: Sequence[Variable]) -> TorchRule:
-        """Return one for some of the parameters, with a center of its own."""
-        parameters = {var.name: self.parameters[var.name] for var in variables}
-        return TorchRule(self._original.optimizer, parameters, (), None)
+        """Return one with a center of its own."""
+        return TorchRule(self._original.optimizer, self.parameters)
 
     # The options
 
@@ -209,7 +158,7 @@ class TorchRule(Optimizer):
         state = self._original.optimizer.state
         found = [
             (name, part, host_array(v) if isinstance(v, torch.Tensor) else v)
-            for name, parameter in self.parameters.items()
+            for name, parameter in self.parameters.tensors.items()
             for part, v in sorted(state.get(parameter, {}).items())
         ]
         number = checksum(*itertools.chain(*found))
@@ -357,14 +306,3 @@ def _state_variable(title: str, value: Any) -> Variable:
             f"state {title!r} is a {kind}; only dense tensors and integers can be saved"
         )
     return Variable(array_of(value), title, trainable=False)
-
-
-def _check_same(name: str, now: Any, before: Any) -> None:
-    """Raise unless a parameter is like it was when the optimizer was wrapped."""
-    facts = [(tuple(each.shape), each.dtype, each.device) for each in (now, before)]
-    if facts[0] != facts[1]:
-        texts = [f"{dtype} of {shape} on {place}" for shape, dtype, place in facts]
-        raise InvalidArgumentError(
-            f"{name!r} has been replaced: it was {texts[1]} and is {texts[0]} now; "
-            f"convert a model before its optimizer is wrapped"
-        )

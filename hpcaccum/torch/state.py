@@ -54,7 +54,7 @@ def _tensor(array: Any) -> Any:
 
 
 def check_state(
-    state: Any, optimizer: Any, variables: Sequence[Variable]
+    state: Any, optimizer: Any, variables: Mapping[str, Variable]
 ) -> Mapping[str, Any]:
     """Return a state dictionary that fits an optimizer of PyTorch."""
     if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
@@ -65,7 +65,7 @@ def check_state(
             f"the state is of {state[_OPTIMIZER]}, the optimizer is {own}"
         )
     found = [_signature(tensor) for tensor in state[_PARAMETERS].values()]
-    wanted = [(str(var.dtype), var.shape) for var in variables]
+    wanted = [(str(var.dtype), var.shape) for var in variables.values()]
     sizes = [len(group["params"]) for group in state["param_groups"]]
     groups = [len(group["params"]) for group in optimizer.param_groups]
     if (found, sizes) != (wanted, groups):
