@@ -17,13 +17,14 @@ import optax
 from jax.experimental import io_callback
 
 from hpcaccum.accumulator import Tally
-from hpcaccum.arguments import check_wire_dtype, positive_weight, rank_number
+from hpcaccum.arguments import check_wire_dtype, rank_number
 from hpcaccum.dtypes import Array
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.jax.structure import Structure, is_key, key_data
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import MPI, Freeable, Group, group_of, lack_of_threads
 from hpcaccum.optimizers import Variable, start
+from hpcaccum.optimizers.checks import exchanged_weight
 from hpcaccum.optimizers.finite import OnNonfinite, check_choice, to_drop
 from hpcaccum.optimizers.shard_reducer import ShardReducer
 
@@ -301,7 +302,7 @@ class Averager(Freeable):
         try:
             named = ((name, array, array.dtype) for name, array in arrays.items())
             skips = to_drop(self._name, named, self._options["on_nonfinite"])
-            number = positive_weight(weight, np.dtype(np.float32))
+            number = exchanged_weight(weight)
         except InvalidArgumentError as error:
             self._shard.fail(error)
         reduce = self._shard.reduce

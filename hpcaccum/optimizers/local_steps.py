@@ -234,9 +234,7 @@ class LocalStepsOptimizer(LocalSteps):
         )
         super().__init__(inner, name, check, place, outer)
         self._period = self._options["period"]
-        self._quorum, self._factors = self._options["quorum"], self._options["lateness"]
-        if (most := self._options["staleness"]) is not None:
-            self._max_lag = most
+        self._quorum = self._options["quorum"]
         self._fragments = self._options["fragments"]
         self._overlap: int = self._options["overlap"]
         # The variables that have changed since the last pull: their values before are

@@ -120,12 +120,8 @@ class OneSidedOptimizer(Wrapper):
     # The variables, once there are any; several groups if it pushes fragments.
     _served: Sequence[Served] = ()
     _fragments = 1
-    # Least number of gradients in an update. Without it, each gradient is an update if
-    # its lag is not larger than this. The factors of late gradients; with a quorum, all
-    # but those that are one step late are dropped.
+    # Least number of gradients in an update.
     _quorum: int | None = None
-    _max_lag: float = math.inf
-    _factors: Factors | None = None
     # Maximum number of gradients of a rank in one update.
     _share = 1
     # Whether an update is a weighted mean; if not, a weight multiplies the gradient.
@@ -157,6 +153,11 @@ class OneSidedOptimizer(Wrapper):
         self._servers: tuple[int, ...] | None = self._options["servers"]
         check_nodes(self._servers, group)
         self._workers: int = self._options["workers"]
+        # Without a quorum, each gradient is an update if its lag is not larger.
+        most = self._options.get("staleness")
+        self._max_lag: float = math.inf if most is None else most
+        # Of late gradients; with a quorum, those later than a step are dropped.
+        self._factors: Factors | None = self._options.get("lateness")
 
     def __repr__(self) -> str:
         """Show the options of this strategy and the servers, also those by default."""

@@ -11,13 +11,12 @@ import numpy as np
 from torch.autograd import Variable as Autograd
 
 from hpcaccum.accumulator import Receipt
-from hpcaccum.arguments import positive_weight
 from hpcaccum.device import release
 from hpcaccum.dtypes import Array
 from hpcaccum.errors import DisagreementError, InvalidArgumentError
 from hpcaccum.mpi import Group
 from hpcaccum.optimizers import CrossShardOptimizer
-from hpcaccum.optimizers.checks import Pairs
+from hpcaccum.optimizers.checks import Pairs, exchanged_weight
 from hpcaccum.optimizers.finite import OnNonfinite
 from hpcaccum.optimizers.shard_reducer import ShardReducer
 from hpcaccum.optimizers.slices import Gradient, exchanged, with_sums
@@ -166,7 +165,7 @@ class CrossShard(Adapter):
         self._used_weight = weight
         try:
             try:
-                weight = positive_weight(weight, np.dtype(np.float32))
+                weight = exchanged_weight(weight)
                 if self._find_unused:
                     lacks = self._parameters.fill()
                 pairs = self._parameters.pairs()
