@@ -34,6 +34,7 @@ class LocalSteps(OneSidedOptimizer):
     `inner`, the updates of the center. Subclasses say what is pushed.
     """
 
+    _is_local = True
     # Calls of `apply_gradients` in a period.
     _period: int
 
@@ -57,10 +58,6 @@ class LocalSteps(OneSidedOptimizer):
         """Compute the gradients at this rank's own variables; nothing is pulled."""
         variables = self._prepare(var_list)
         return Optimizer.compute_gradients(self, loss, variables, *args, **kwargs)
-
-    def _drop(self) -> Receipt:
-        served = self._served[0]
-        return served.server.drop(served.step)
 
     def _forget_steps(self) -> None:
         """Do not push the local steps since the last push."""
@@ -97,18 +94,6 @@ class LocalSteps(OneSidedOptimizer):
                 dtype = accumulation_dtype(value.dtype)
                 self._on_device[name] = cupy().zeros(value.shape, dtype)
         return self._on_device
-
-    @one_thread
-    def gradient_arrays(self) -> dict[str, Array]:
-        """Return arrays in which a loss can compute its next gradients, by name.
-
-        They are not the arrays that are pushed.
-
-        Raises:
-            InvalidArgumentError: Before `initialize`, or on a dedicated server.
-        """
-        self._training()
-        return Optimizer.gradient_arrays(self)
 
     def _free(self) -> None:
         super()._free()

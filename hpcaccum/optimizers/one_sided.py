@@ -126,6 +126,8 @@ class OneSidedOptimizer(Wrapper):
     _share = 1
     # Whether an update is a weighted mean; if not, a weight multiplies the gradient.
     _averages = False
+    # Whether ranks make local steps, and push what has come of them.
+    _is_local = False
     # The options that others do not have.
     _own: tuple[str, ...] = ()
 
@@ -305,13 +307,14 @@ class OneSidedOptimizer(Wrapper):
         They are this rank's buffer on the server: gradients written to them are sent
         without a copy. Their dtype is that in which gradients are added: float32 for
         half precision. After `apply_gradients` they are read-only; call this method
-        again. For variables on a device they are device memory.
+        again. For variables on a device they are device memory. Those of `AGNOptimizer`
+        and `LocalStepsOptimizer` are arrays like the variables, which are not sent.
 
         Raises:
             InvalidArgumentError: Before `initialize`, or on a dedicated server.
         """
         server = self._training()[0].server
-        if server.on_device:
+        if server.on_device or self._is_local:
             return Optimizer.gradient_arrays(self)
         return server.gradient_arrays()
 
@@ -406,7 +409,8 @@ class OneSidedOptimizer(Wrapper):
     def _drop(self) -> Receipt:
         served = self._served[0]
         receipt = served.server.drop(self._local_step)
-        served.pull()
+        if not self._is_local:
+            served.pull()
         return receipt
 
     def _send(self, pairs: Pairs, weight: float) -> Receipt:

@@ -66,8 +66,6 @@ class OneSided(Adapter):
     """
 
     _exchange: OneSidedOptimizer
-    # Whether the torch optimizer makes steps of its own.
-    _is_local = False
 
     def _open(self) -> None:
         super()._open()
@@ -82,7 +80,7 @@ class OneSided(Adapter):
 
     def _update(self, weight: float) -> Receipt:
         self._parameters.check_values()
-        if self._is_local:
+        if self._exchange._is_local:
             return self._apply(weight)
         # Instead of the step of the optimizer, with its hooks.
         step = torch.optim.Optimizer.profile_hook_step(
@@ -217,8 +215,6 @@ class AGN(OneSided):
         options: See `OneSided`.
     """
 
-    _is_local = True
-
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -255,7 +251,6 @@ class LocalSteps(OneSided):
     """
 
     outer: torch.optim.Optimizer
-    _is_local = True
 
     def __init__(
         self,
