@@ -159,14 +159,14 @@ class ShardReducer:
         lacks: frozenset[str] = frozenset(),
         weight: float = 1.0,
     ) -> Mapping[str, Array | Rows] | None:
-        """Return sums or means, of gradients that a rank has; None if all ranks skip.
+        """Return the means, if ``parts`` is None, or sums; None if all ranks skip.
 
-        Collective. After their use, call `updated`.
+        Collective. Of 0 parts, sums remain; of another number, by which the gradients
+        are divided already, they become means. After their use, call `updated`.
         """
         self.check_present()
         self.check_usable()
         self._broken = True
-        kind = "MEAN" if parts is None else "SUM"
         rest = {name: g for name, g in grads.items() if name not in self.started}
         stale = self.stale or not self.started <= grads.keys()
         stale |= lacks != self._lacking
@@ -178,7 +178,7 @@ class ShardReducer:
                 self._call(self.reducer.interrupt, (_SKIPS, lacks))
             if stale:
                 self._call(self.reducer.interrupt, (_RENEWS, lacks))
-            return self._reduce_once(rest, out, kind, parts or 0, weight)
+            return self._reduce_once(rest, out, parts, weight)
         except Interruption as found:
             self._broken = True
             self._used = self._continue(found.notes)
@@ -188,7 +188,7 @@ class ShardReducer:
                     grads = {name: _nothing_of(grad) for name, grad in grads.items()}
                     weight = _NO_WEIGHT
                 parts = 1 if parts is None else parts
-                sums = self._reduce_once(grads, out, "SUM", parts, weight)
+                sums = self._reduce_once(grads, out, parts, weight)
             self._broken = sums is not None
             return sums
 
@@ -196,8 +196,7 @@ class ShardReducer:
         self,
         grads: Mapping[str, Array | Rows],
         out: Mapping[str, Array] | None,
-        kind: str,
-        parts: int,
+        parts: int | None,
         weight: float,
     ) -> Mapping[str, Array | Rows] | None:
         """Return the sums or means; None if all ranks that were to be used are lost."""
@@ -215,7 +214,7 @@ class ShardReducer:
                 arrays,
                 out=out,
                 step=self.computed,
-                reduction_type=kind,
+                reduction_type="MEAN" if parts is None else "SUM",
                 weight=weight,
             )
         except DisagreementError:
@@ -231,7 +230,7 @@ class ShardReducer:
         numbers = {name: sums[name] for name in rows}
         means = {name: sums[name] for name in sums if name not in rows}
         means = dict(_mean(means, self.reducer.total_weight, parts, out))
-        return {**means, **self._collect(numbers, kind, parts)}
+        return {**means, **self._collect(numbers, 1 if parts is None else parts)}
 
     def _call(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
         """Call what reduces. All ranks raise its errors and go on, or it is broken."""
@@ -266,14 +265,11 @@ class ShardReducer:
             self._broken = False
             self.reducer.fail(error)
 
-    def _collect(
-        self, numbers: Mapping[str, Array], kind: str, parts: int
-    ) -> dict[str, Rows]:
+    def _collect(self, numbers: Mapping[str, Array], parts: int) -> dict[str, Rows]:
         """Return the sums or means of rows; see `_mean`."""
         assert self._rows is not None
         sums = self._call(self._rows.collect, numbers, self.reducer.calls)
         values = {name: each.values for name, each in sums.items()}
-        parts = 1 if kind == "MEAN" else parts
         means = _mean(values, self.reducer.total_weight, parts, None)
         return {name: sums[name]._replace(values=means[name]) for name in sums}
 
@@ -384,11 +380,11 @@ def _nothing_of(grad: Array | Rows) -> Array | Rows:
 def _mean(
     sums: Mapping[str, Array],
     weight: float,
-    parts: int,
+    parts: int | None,
     out: Mapping[str, Array] | None,
 ) -> Mapping[str, Array]:
-    """Return the means over ranks with so much weight."""
-    if parts in (0, weight):
+    """Return the means over ranks with so much weight; see `ShardReducer.reduce`."""
+    if parts in (None, 0, weight):
         return sums
     divisor = weight / parts
     means = {name: total / total.dtype.type(divisor) for name, total in sums.items()}

@@ -65,11 +65,10 @@ class Buffers:
             self._found,
             lambda found: {"buffers of the module": _signature(found)},
         )
-        averages = self._mode == AVERAGE
         averaged = {
             name: each
             for name, each in found.items()
-            if averages and each.is_floating_point()
+            if self._mode == AVERAGE and each.is_floating_point()
         }
         others = {name: found[name] for name in found if name not in averaged}
         broadcast(group, _variables(others), what)
