@@ -299,20 +299,22 @@ class ShardReducer:
 
     def _continue(self, notes: Mapping[int, Any]) -> list[int]:
         """Go on without the ranks that leave or skip; return the others. Collective."""
-        by_note: dict[Any, list[int]] = {_LEAVES: [], _SKIPS: [], None: []}
-        lacking = []
+        lacks: dict[int, frozenset[str]] = {}
+        gone: list[int] = []
         for place, note in notes.items():
-            why, lacks = note or (None, self._lacking)
-            by_note[None if why == _RENEWS else why].append(place)
-            if why not in (_LEAVES, _SKIPS):
-                lacking.append(lacks)
-        self._lacking = frozenset.intersection(*lacking) if lacking else frozenset()
-        used, skip = ([self._members[p] for p in by_note[n]] for n in (None, _SKIPS))
-        for rank in skip:
-            self._nonfinite[rank] += 1
-        if gone := by_note[_LEAVES]:
+            why, lacking = note or (None, self._lacking)
+            if why == _LEAVES:
+                gone.append(place)
+            elif why == _SKIPS:
+                self._nonfinite[self._members[place]] += 1
+            else:
+                lacks[self._members[place]] = lacking
+        self._lacking = frozenset()
+        if lacks:
+            self._lacking = frozenset.intersection(*lacks.values())
+        if gone:
             self._go_on_without(gone)
-        return used
+        return list(lacks)
 
     def _go_on_without(self, gone: Sequence[int]) -> None:
         """Make a group and a reducer of the other ranks. Collective."""
