@@ -46,7 +46,7 @@ class TorchRule(Optimizer):
 
     def __init__(self, optimizer: Any, parameters: Parameters) -> None:
         super().__init__(type(optimizer).__name__)
-        self.parameters = parameters
+        self.optimizer, self.parameters = optimizer, parameters
         # The numbers of the parameter groups that have one with sparse gradients.
         rows = {parameters.tensors[name] for name in parameters.sparse}
         self._row_groups = [
@@ -61,8 +61,8 @@ class TorchRule(Optimizer):
         self._copied: list[dict[str, Any]] = [{} for _ in self._sizes]
 
     def __repr__(self) -> str:
-        groups = [_options(group) for group in self._original.optimizer.param_groups]
-        return f"{self.get_name()}({', '.join(map(repr, groups))})"
+        options = map(_options, self.optimizer.param_groups)
+        return f"{self.get_name()}({', '.join(map(repr, options))})"
 
     def initialize(self, var_list: Any) -> None:
         """Set the variables; copy the optimizer if they are those of a center."""
@@ -86,7 +86,7 @@ class TorchRule(Optimizer):
         self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
     ) -> None:
         """Update the variables in place."""
-        self.check_options(self._original.optimizer.param_groups)
+        self.check_options(self.optimizer.param_groups)
         pairs = list(grads_and_vars)
         target = self._target([var for _, var in pairs])
         if target is self._original:
@@ -100,21 +100,21 @@ class TorchRule(Optimizer):
             tensor.grad = None
 
     def _needs_for_rows(self) -> str | None:
-        return self._needs(self._original.optimizer.param_groups)
+        return self._needs(self.optimizer.param_groups)
 
     def _needs(self, groups: Sequence[Mapping[str, Any]]) -> str | None:
         found = [groups[number] for number in self._row_groups]
-        return needs_for_rows(self._original.optimizer, found) if found else None
+        return needs_for_rows(self.optimizer, found) if found else None
 
     def _fragment(self, variables: Sequence[Variable]) -> TorchRule:
         """Return one with a center of its own."""
-        return TorchRule(self._original.optimizer, self.parameters)
+        return TorchRule(self.optimizer, self.parameters)
 
     # The options
 
     def check_groups(self) -> None:
         """Raise InvalidArgumentError if the optimizer has got parameters since."""
-        if _sizes(self._original.optimizer) != self._sizes:
+        if _sizes(self.optimizer) != self._sizes:
             raise InvalidArgumentError(
                 f"{self.get_name()}: parameters cannot be added later; make a new "
                 f"optimizer"
@@ -123,8 +123,9 @@ class TorchRule(Optimizer):
     def _changed_options(self) -> Sequence[dict[str, Any]]:
         self.check_groups()
         changed = []
-        groups = self._original.optimizer.param_groups
-        for group, copied in zip(groups, self._copied, strict=True):
+        for group, copied in zip(
+            self.optimizer.param_groups, self._copied, strict=True
+        ):
             # Only these: some optimizers keep state among the options.
             found = {
                 name: value
@@ -143,8 +144,7 @@ class TorchRule(Optimizer):
 
     def learning_rates(self) -> list[float | None]:
         """Return the rate of each parameter group; None if it is no number."""
-        groups = self._original.optimizer.param_groups
-        return [finite(group.get("lr")) for group in groups]
+        return [finite(group.get("lr")) for group in self.optimizer.param_groups]
 
     def check_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise unless the optimizer, with these options, changes only rows."""
@@ -155,7 +155,7 @@ class TorchRule(Optimizer):
 
     def checksum(self) -> str:
         """Return text that is the same for the same state of the own parameters."""
-        state = self._original.optimizer.state
+        state = self.optimizer.state
         found = [
             (name, part, host_array(v) if isinstance(v, torch.Tensor) else v)
             for name, parameter in self.parameters.tensors.items()
