@@ -188,7 +188,7 @@ class OneSidedOptimizer(Wrapper):
         """Set the center and all ranks' variables to the host rank's. Collective.
 
         The first `compute_gradients` calls it if the user does not. A second call has
-        no effect, and must pass the same variables.
+        no effect, and must pass the same variables, or None.
 
         Raises:
             TypeError, InvalidArgumentError, DisagreementError: On every rank, if
