@@ -17,13 +17,14 @@ import optax
 from jax.experimental import io_callback
 
 from hpcaccum.accumulator import Tally
-from hpcaccum.arguments import check_wire_dtype, positive_weight, rank_number
+from hpcaccum.arguments import check_wire_dtype, rank_number
 from hpcaccum.dtypes import Array
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.jax.structure import Structure, is_key, key_data
 from hpcaccum.layout import Layout
 from hpcaccum.mpi import MPI, Freeable, Group, group_of, lack_of_threads
 from hpcaccum.optimizers import Variable, start
+from hpcaccum.optimizers.checks import exchanged_weight
 from hpcaccum.optimizers.finite import OnNonfinite, check_choice, to_drop
 from hpcaccum.optimizers.shard_reducer import ShardReducer
 
@@ -85,21 +86,18 @@ def average(
     """Return a transformation that averages updates over the ranks. Collective.
 
     Before a rule, it averages gradients:
-    ``optax.chain(average(), optax.adam(1e-3))``. It can be compiled by `jax.jit`: the
-    exchange is an ordered callback. All ranks must call its ``update`` the same number
-    of times and in the same order.
+    ``optax.chain(average(), optax.adam(1e-3))``. It can be compiled by `jax.jit`. All
+    ranks must call its ``update`` the same number of times and in the same order.
 
     ``update(updates, state, params, weight=n)``, also of a chain, gives the updates of
     this rank a weight, such as the number of samples in its batch: the mean is then
     sum(weight * update) / sum(weight).
 
-    All ranks must start with the same parameters; `broadcast` makes them the same. The
-    first ``update`` of a state compares their bits, if it is given ``params``, and so
-    does the first one of a state that another job has saved.
-
-    The first ``update`` determines the pytree: its structure, shapes and dtypes are the
-    same on all ranks, and in all later calls. Half precision is summed in float32. If
-    leaves have different dtypes, all of them are exchanged in the widest.
+    All ranks must start with the same parameters; `broadcast` makes them the same. In
+    a job, the first ``update`` of a state with ``params`` compares their bits. The
+    first ``update`` determines the structure, shapes and dtypes of the pytree. Half
+    precision is summed in float32; leaves of different dtypes are exchanged in the
+    widest.
 
     Args:
         comm: Communicator of the ranks; COMM_WORLD by default.
@@ -205,10 +203,8 @@ class Averager(Freeable):
         weight: Any = 1.0,
         **others: Any,
     ) -> tuple[Any, Any]:
-        """Return the mean of updates over the ranks, and the state. Collective.
-
-        The rest of a chain may have ``others``.
-        """
+        """Return the mean of updates over the ranks, and the state. Collective."""
+        # The rest of a chain may have `others`.
         if _forbidden.get():
             raise InvalidArgumentError(
                 f"{self._name} cannot be part of the rule of a server, which only the "
@@ -293,11 +289,8 @@ class Averager(Freeable):
         return None
 
     def _reduce(self, *leaves: Any, names: tuple[str, ...] = ()) -> list[Array]:
-        """Return the new mark of the state, and the means of arrays, in new memory.
-
-        ``leaves`` are arrays, their weight, and the parameters called ``names``, which
-        are compared.
-        """
+        """Return the new mark of the state, and the means of arrays, in new memory."""
+        # The leaves are arrays, their weight, and the parameters that are compared.
         assert self._structure is not None
         assert self._shard is not None
         count = len(self._structure.names)
@@ -309,7 +302,7 @@ class Averager(Freeable):
         try:
             named = ((name, array, array.dtype) for name, array in arrays.items())
             skips = to_drop(self._name, named, self._options["on_nonfinite"])
-            number = positive_weight(weight, np.dtype(np.float32))
+            number = exchanged_weight(weight)
         except InvalidArgumentError as error:
             self._shard.fail(error)
         reduce = self._shard.reduce

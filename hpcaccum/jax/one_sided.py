@@ -307,11 +307,8 @@ class LocalSteps(OneSided):
             are those of ``optax_rule``.
         outer_rule: A GradientTransformation that updates the parameters of the host.
         period: T, at least 1.
-        quorum: Number of pushes in an update; by default, each push is one.
-        staleness, lateness: Without a quorum, as for `DropStale`.
-        fragments: Number of groups of leaves, which are pushed one after the other. The
-            outer rule updates each group independently of the others.
-        overlap: Number of calls for which a push does not wait.
+        quorum, staleness, lateness, fragments, overlap: As for `LocalStepsOptimizer`.
+            The outer rule updates each fragment independently of the others.
     """
 
     def __init__(

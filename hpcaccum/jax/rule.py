@@ -45,12 +45,9 @@ class _Keys:
 class OptaxRule(Optimizer):
     """Updates all variables of a pytree at once, by a rule of optax.
 
-    The rule's state is a pytree of JAX arrays. Each list of variables has one: the rank
-    that holds the center may also have variables of its own. In a snapshot, all of the
-    state belongs to the first variable.
-
-    It is not `elementwise`: a rule may combine leaves, such as a clipping by the global
-    norm.
+    Each list of variables has a state, a pytree, as the rank that holds the center may
+    have variables of its own. In a snapshot, all of it belongs to the first variable.
+    It is not `elementwise`: a rule may combine leaves, as in a clipping by their norm.
 
     Attributes:
         structure: Of the parameters. It has the names of the variables.

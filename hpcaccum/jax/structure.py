@@ -66,10 +66,8 @@ class Structure:
         return self
 
     def check_threads(self) -> None:
-        """Raise InvalidArgumentError if other threads have no arrays of these dtypes.
-
-        ``with jax.enable_x64(True):`` enables float64 in this thread only.
-        """
+        """Raise InvalidArgumentError if other threads lack arrays of these dtypes."""
+        # `with jax.enable_x64(True)` enables float64 in this thread only.
         with ThreadPoolExecutor(1) as thread:
             wide = thread.submit(lambda: jax.config.jax_enable_x64).result()
         if not wide and any(leaf.dtype == np.float64 for leaf in self.leaves):

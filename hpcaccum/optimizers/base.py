@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol, SupportsFloat
+from typing import Any, ClassVar, SupportsFloat
 
 import numpy as np
 
@@ -26,7 +26,6 @@ from hpcaccum.optimizers.checks import (
     check_gradient,
     check_variables,
 )
-from hpcaccum.optimizers.slices import Gradient
 from hpcaccum.optimizers.snapshot import (
     Key,
     Parts,
@@ -250,22 +249,17 @@ class Optimizer(abc.ABC):
         set_values(state.variables, snapshot)
         state.set(snapshot["state"])
 
-    # The contract with wrappers and adapters, besides the interface above: the next
-    # five. For an optimizer of the user, the defaults are right.
-
-    # The options of the host for the center; None: each server uses those of its rank.
-    _host_options: HostOptions | None = None
-
     @property
     def elementwise(self) -> bool:
         """Whether an update changes each element independently of the others."""
         return False
 
-    def _needs_for_rows(self) -> str | None:
-        """Return what it lacks to change only the rows of an `IndexedSlices`; or None.
+    # The contract with wrappers and adapters, besides the interface above: the next
+    # five. For an optimizer of the user, the defaults are right.
 
-        Only then can ranks copy these rows instead of the whole variable.
-        """
+    def _needs_for_rows(self) -> str | None:
+        """Return what it lacks to change only the rows of a gradient, or None."""
+        # Only then can ranks copy these rows instead of the whole variable.
         return f"an inner optimizer that is a rule of hpcaccum, not {self!r}"
 
     def _fragment(self, variables: Sequence[Variable]) -> Optimizer:
@@ -275,6 +269,15 @@ class Optimizer(abc.ABC):
             f"{self!r}"
         )
 
+    def _changed_options(self) -> Sequence[Any]:
+        """Return the options that have changed on the host since the last call."""
+        # None: on several servers, each uses those of its rank.
+        return ()
+
+    def _use_options(self, changed: Sequence[Any]) -> None:
+        """Update the center with changed options of the host from now on."""
+        raise NotImplementedError
+
     def _kept_state(self, var_list: Variables | None) -> KeptState:
         """Return the state of variables; for None, of all that this optimizer has."""
         return KeptState(self, self._given_or_known(var_list))
@@ -282,16 +285,6 @@ class Optimizer(abc.ABC):
     def _given_or_known(self, var_list: Variables | None) -> list[Variable]:
         """Return checked variables; for None, those of `initialize`."""
         return check_variables(self._variables if var_list is None else var_list)
-
-
-class HostOptions(Protocol):
-    """The options of the host, with which all servers update the center."""
-
-    def changed(self) -> Sequence[Any]:
-        """Return what has changed since the last call, on the host; may be empty."""
-
-    def use(self, changed: Sequence[Any]) -> None:
-        """Update the center with changed options of the host from now on."""
 
 
 class KeptState:
@@ -332,21 +325,16 @@ class KeptState:
         """Free memory that the next update would allocate again."""
 
 
-def scaled(grad: Gradient, factor: float) -> Gradient:
-    """Return ``factor * grad``, a new one of the same dtype; integers as float64."""
+def with_factor(pairs: Pairs, factor: float) -> Pairs:
+    """Return pairs with new gradients, times a factor."""
+    return [(None if g is None else _scaled(g, factor), var) for g, var in pairs]
+
+
+def _scaled(grad: Any, factor: float) -> Any:
+    """Return a new gradient of the same dtype; of integers, of float64."""
     if isinstance(grad, IndexedSlices):
         values = _scaled(grad.values, factor)
         return IndexedSlices(values, grad.indices, grad.dense_shape)
-    return _scaled(grad, factor)
-
-
-def with_factor(pairs: Pairs, factor: float) -> Pairs:
-    """Return pairs with new gradients, times a factor."""
-    return [(None if g is None else scaled(g, factor), var) for g, var in pairs]
-
-
-def _scaled(grad: Array, factor: float) -> Array:
     dtype = grad.dtype if is_float(grad.dtype) else np.dtype(np.float64)
     product = np.multiply(grad, factor, dtype=accumulation_dtype(dtype))
-    array: Array = library(grad).asarray(product)
-    return array.astype(dtype, copy=False)
+    return library(grad).asarray(product).astype(dtype, copy=False)

@@ -82,10 +82,7 @@ def listed(var_list: Any) -> Any:
 
 
 def check_gradient(grad: Any, variable: Variable) -> Gradient:
-    """Return a gradient, as an array unless it is an IndexedSlices.
-
-    It is neither copied nor converted to another dtype.
-    """
+    """Return a gradient, as an array or an IndexedSlices; it keeps its dtype."""
     value = variable._value
     dtype, shape = value.dtype, value.shape
     if dtype not in FLOATS:
@@ -295,10 +292,7 @@ def check_sparse(
     servers: Sequence[int] | None,
     needs: str | None,
 ) -> None:
-    """Raise InvalidArgumentError if a variable is sparse and cannot be.
-
-    ``needs`` is what else the inner optimizer needs for it; None if it needs nothing.
-    """
+    """Raise InvalidArgumentError if a variable is sparse, and ``needs`` is not None."""
     if servers is not None and len(servers) > 1:
         needs = f"one server, got servers={list(servers)}"
     for var in variables:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
-
 from hpcaccum.accumulator import Receipt
 from hpcaccum.arguments import check_wire_dtype, wire_format
-from hpcaccum.device import cupy, is_device, release, to_host
+from hpcaccum.device import cupy, is_device, release
 from hpcaccum.dtypes import Array
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.mpi import Group, Objects, group_of
@@ -63,11 +61,10 @@ class CrossShardOptimizer(Wrapper):
     dtypes, but gradients are exchanged in the widest of them; a warning then lists the
     variables of that dtype.
 
-    For a variable with ``sparse=True``, only the rows of the gradients are exchanged:
-    each rank gets the rows of all ranks, and the inner optimizer gets an
-    `IndexedSlices`. For any other variable, an `IndexedSlices` is converted to an
-    array. A mean is the mean of whole gradients: rows that a rank does not have count
-    as zero.
+    For a variable with ``sparse=True``, only the rows of the gradients are exchanged,
+    and the inner optimizer gets an `IndexedSlices`. In a mean, rows that a rank does
+    not have count as zero. For any other variable, an `IndexedSlices` is converted to
+    an array.
 
     Args:
         opt: Makes the updates, the same on every rank of a group.
@@ -260,11 +257,9 @@ class CrossShardOptimizer(Wrapper):
         return self._options["reduction"] == Reduction.MEAN and self._parts > 1
 
     def _is_whole_step(self) -> bool:
-        """Whether `minimize` is running, with the two calls of this class.
-
-        Nothing sees the gradients between the calls, so the reduction can divide them,
-        which saves a pass over memory.
-        """
+        """Whether `minimize` is running, with the two calls of this class."""
+        # Nothing sees the gradients between the calls, so the reduction can divide
+        # them, which saves a pass over memory.
         calls = self.compute_gradients, self.apply_gradients
         own = CrossShardOptimizer.compute_gradients, CrossShardOptimizer.apply_gradients
         found = tuple(getattr(call, "__func__", None) for call in calls)
@@ -378,9 +373,6 @@ class CrossShardOptimizer(Wrapper):
     @property
     def _exchanges(self) -> Sequence[ShardReducer]:
         return [] if self._shard is None else [self._shard]
-
-    def _read(self, names: Sequence[str]) -> list[Array]:
-        return [np.array(to_host(self._values[name])) for name in names]
 
     def snapshot(self) -> dict[str, Any]:
         """Return copies of the variables and of their state. Not collective.

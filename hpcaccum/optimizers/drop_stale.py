@@ -73,8 +73,6 @@ class DropStaleGradientOptimizer(OneSidedOptimizer):
             comm, host, dedicated, servers, on_nonfinite, min_workers, wire_dtype
         )
         super().__init__(opt, name, check, place)
-        self._max_lag = self._options["staleness"]
-        self._factors = self._options["lateness"]
         # The step of the parameters in the last compute_gradients; None before it.
         self._computed_at: int | None = None
 

@@ -34,6 +34,7 @@ class LocalSteps(OneSidedOptimizer):
     `inner`, the updates of the center. Subclasses say what is pushed.
     """
 
+    _is_local = True
     # Calls of `apply_gradients` in a period.
     _period: int
 
@@ -57,10 +58,6 @@ class LocalSteps(OneSidedOptimizer):
         """Compute the gradients at this rank's own variables; nothing is pulled."""
         variables = self._prepare(var_list)
         return Optimizer.compute_gradients(self, loss, variables, *args, **kwargs)
-
-    def _drop(self) -> Receipt:
-        served = self._served[0]
-        return served.server.drop(served.step)
 
     def _forget_steps(self) -> None:
         """Do not push the local steps since the last push."""
@@ -98,18 +95,6 @@ class LocalSteps(OneSidedOptimizer):
                 self._on_device[name] = cupy().zeros(value.shape, dtype)
         return self._on_device
 
-    @one_thread
-    def gradient_arrays(self) -> dict[str, Array]:
-        """Return arrays in which a loss can compute its next gradients, by name.
-
-        They are not the arrays that are pushed.
-
-        Raises:
-            InvalidArgumentError: Before `initialize`, or on a dedicated server.
-        """
-        self._training()
-        return Optimizer.gradient_arrays(self)
-
     def _free(self) -> None:
         super()._free()
         if self._served:
@@ -135,19 +120,13 @@ class LocalStepsOptimizer(LocalSteps):
     more than ``staleness``, as in `DropStaleGradientOptimizer`. A rank whose push is
     dropped goes on with the newest center.
 
-    With ``fragments=F``, the variables are in F groups, in their order and of about the
-    same number of bytes, which are pushed one after the other: number f in the calls
-    whose number modulo T is f T / F, rounded down. Each push is of one fragment, which
-    has a center, a step and a quorum of its own. Receipts have the step of a fragment;
+    With ``fragments=F``, groups of variables are pushed one after the other. Each has a
+    center, a step and a quorum of its own. Receipts have the step of a fragment;
     `global_step` and `statistics` count the updates and the pushes of all.
 
-    With ``overlap=j``, a push does not wait. The rank goes on, and takes the new center
-    j calls later, with what the calls after the push have changed::
-
-        x' := x, at the push;   j calls later:  x := c + (x - x')
-
-    A dropped push is treated in the same way, with the newest center. The rank waits
-    only if the new center is not there after j calls.
+    With ``overlap=j``, a push does not wait. The rank takes the new center c, or the
+    newest one if its push was dropped, j calls after the push of x', as
+    ``x := c + (x - x')``. It waits only if the new center is not there by then.
 
     The state of ``inner`` belongs to its rank and stays when x is set to the center;
     snapshots contain the state of ``outer`` only. `learning_rate` is that of ``inner``.
@@ -164,8 +143,10 @@ class LocalStepsOptimizer(LocalSteps):
             default, each push is an update.
         staleness: Without a quorum, the largest lag accepted; unlimited by default.
         lateness: Without a quorum, see `DropStaleGradientOptimizer`.
-        fragments: F, at most the period and the number of variables. More than 1 is not
-            for ``dedicated`` servers.
+        fragments: F, the number of groups of variables, in their order and of about the
+            same size; at most the period and the number of variables. Number f, from 0,
+            is pushed in the calls whose number modulo T is f T / F, rounded down. More
+            than 1 is not for ``dedicated`` servers.
         overlap: Calls for which a push does not wait, fewer than the period.
         name: Name for messages.
         comm, host, dedicated, servers, on_nonfinite, min_workers, wire_dtype: See
@@ -238,9 +219,7 @@ class LocalStepsOptimizer(LocalSteps):
         )
         super().__init__(inner, name, check, place, outer)
         self._period = self._options["period"]
-        self._quorum, self._factors = self._options["quorum"], self._options["lateness"]
-        if (most := self._options["staleness"]) is not None:
-            self._max_lag = most
+        self._quorum = self._options["quorum"]
         self._fragments = self._options["fragments"]
         self._overlap: int = self._options["overlap"]
         # The variables that have changed since the last pull: their values before are

@@ -75,15 +75,13 @@ class OneSidedOptimizer(Wrapper):
     Variables may have different dtypes, but gradients and parameters are sent in the
     widest of them; a warning then lists the variables of that dtype.
 
-    For a variable with ``sparse=True``, only the rows of gradients are sent, and only
-    these rows are updated and pulled: time grows with the number of rows, not with the
-    size of the variable. This needs one server, and an inner optimizer that changes no
-    other rows: a rule of this package, or a torch optimizer that `hpcaccum.torch`
-    accepts. Do not write to the array unless you call `assign` afterwards: a pull does
-    not restore other rows.
+    For a variable with ``sparse=True``, only the rows of gradients are sent, updated
+    and pulled. This needs one server, and an inner optimizer that changes no other
+    rows: a rule of this package, or a torch optimizer that `hpcaccum.torch` accepts.
 
-    A value that the program gives a variable is lost at the next pull, without an
-    error, unless all ranks call `assign`.
+    After the program has given a variable another value, all ranks must call `assign`:
+    otherwise the next pull replaces it, without an error; of a sparse variable, it
+    replaces only rows that updates have changed.
 
     Args:
         opt: Makes the updates; a local optimizer.
@@ -122,16 +120,14 @@ class OneSidedOptimizer(Wrapper):
     # The variables, once there are any; several groups if it pushes fragments.
     _served: Sequence[Served] = ()
     _fragments = 1
-    # Least number of gradients in an update. Without it, each gradient is an update if
-    # its lag is not larger than this. The factors of late gradients; with a quorum, all
-    # but those that are one step late are dropped.
+    # Least number of gradients in an update.
     _quorum: int | None = None
-    _max_lag: float = math.inf
-    _factors: Factors | None = None
     # Maximum number of gradients of a rank in one update.
     _share = 1
     # Whether an update is a weighted mean; if not, a weight multiplies the gradient.
     _averages = False
+    # Whether ranks make local steps, and push what has come of them.
+    _is_local = False
     # The options that others do not have.
     _own: tuple[str, ...] = ()
 
@@ -159,6 +155,11 @@ class OneSidedOptimizer(Wrapper):
         self._servers: tuple[int, ...] | None = self._options["servers"]
         check_nodes(self._servers, group)
         self._workers: int = self._options["workers"]
+        # Without a quorum, each gradient is an update if its lag is not larger.
+        most = self._options.get("staleness")
+        self._max_lag: float = math.inf if most is None else most
+        # Of late gradients; with a quorum, those later than a step are dropped.
+        self._factors: Factors | None = self._options.get("lateness")
 
     def __repr__(self) -> str:
         """Show the options of this strategy and the servers, also those by default."""
@@ -183,11 +184,11 @@ class OneSidedOptimizer(Wrapper):
             *here, max_lag=self._max_lag, workers=workers, factors=factors, what=what
         )
 
-    def initialize(self, var_list: Variables | None) -> None:
+    def initialize(self, var_list: Variables | None = None) -> None:
         """Set the center and all ranks' variables to the host rank's. Collective.
 
         The first `compute_gradients` calls it if the user does not. A second call has
-        no effect, and must pass the same variables.
+        no effect, and must pass the same variables, or None.
 
         Raises:
             TypeError, InvalidArgumentError, DisagreementError: On every rank, if
@@ -306,13 +307,14 @@ class OneSidedOptimizer(Wrapper):
         They are this rank's buffer on the server: gradients written to them are sent
         without a copy. Their dtype is that in which gradients are added: float32 for
         half precision. After `apply_gradients` they are read-only; call this method
-        again. For variables on a device they are device memory.
+        again. For variables on a device they are device memory. Those of `AGNOptimizer`
+        and `LocalStepsOptimizer` are arrays like the variables, which are not sent.
 
         Raises:
             InvalidArgumentError: Before `initialize`, or on a dedicated server.
         """
         server = self._training()[0].server
-        if server.on_device:
+        if server.on_device or self._is_local:
             return Optimizer.gradient_arrays(self)
         return server.gradient_arrays()
 
@@ -407,7 +409,8 @@ class OneSidedOptimizer(Wrapper):
     def _drop(self) -> Receipt:
         served = self._served[0]
         receipt = served.server.drop(self._local_step)
-        served.pull()
+        if not self._is_local:
+            served.pull()
         return receipt
 
     def _send(self, pairs: Pairs, weight: float) -> Receipt:

@@ -4,11 +4,8 @@ An optimizer has one such group of variables or, if it pushes in fragments, seve
 fragment then has all that a whole optimizer has on a server: admission, step counter,
 center, slots, and a part on each of several servers. So each fragment keeps the
 promises of a whole optimizer, whatever the others do, and its pushes and pulls carry
-only its own variables.
-
-With one server of all variables, a push of some would have to send all, or the server
-and its agents would need to know fragments; and a rank that is late could push one
-fragment into the round of another.
+only its own variables. With one server of all variables, a rank that is late could push
+one fragment into the round of another.
 """
 
 from __future__ import annotations
@@ -112,28 +109,23 @@ class Served:
         if self._flat is not None:
             self._flat.apply(rate, pairs)
             return
-        options = self._outer._host_options
-        if options is not None and not self.server.in_parts:
-            options.use(options.changed())
+        if not self.server.in_parts and (changed := self._outer._changed_options()):
+            self._outer._use_options(changed)
         self._outer.apply_gradients(pairs)
 
     def _shared_rate(self) -> float | None:
-        """Return the learning rate for all servers; None if each of them finds it.
-
-        Called between two updates: options of the host that have changed are sent now.
-        """
+        """Return the learning rate for all servers; None if each of them finds it."""
+        # Called between two updates: options that have changed are sent now.
         if self._flat is not None:
             return self._flat.rate()
-        options = self._outer._host_options
-        if options is not None and (changed := options.changed()):
+        if changed := self._outer._changed_options():
             self.server.ask(list(changed))
         return None
 
     def _answer(self, question: str | list[Any] | None) -> dict[Key, StatePart]:
         """Return the state of a variable, or of all; or use the host's options."""
         if isinstance(question, list):
-            assert self._outer._host_options is not None
-            self._outer._host_options.use(question)
+            self._outer._use_options(question)
             return {}
         variables = self._center.values()
         wanted = [var for var in variables if question in (None, var.name)]
@@ -222,10 +214,7 @@ def _whole(
 
 
 def fragments_of(variables: Sequence[Variable], count: int) -> list[list[Variable]]:
-    """Divide variables, in their order, into groups of about the same number of bytes.
-
-    Each has at least one variable.
-    """
+    """Divide variables, in their order, into groups of similar sizes, none empty."""
     ends = list(itertools.accumulate(var.value.nbytes for var in variables))
     bounds = [0]
     for number in range(1, count):
@@ -267,11 +256,7 @@ def assign(
     what: str,
     before: Callable[[bool], None],
 ) -> None:
-    """Set the center and all variables to those of one rank. Collective.
-
-    Their servers have been suspended. Each rank calls ``before`` with whether its
-    variables are assigned to all.
-    """
+    """Set the center, of suspended servers, and all variables to those of one rank."""
     servers = [each.server for each in served]
     source = servers[0].source
 

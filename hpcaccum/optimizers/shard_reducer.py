@@ -38,11 +38,10 @@ _COMPUTED = "number of calls of compute_gradients"
 class ShardReducer:
     """Reduces the gradients of the ranks of a group that have not left. Collective.
 
-    A rank that leaves, or whose gradients shall not be used, interrupts a reduction.
-    The others learn it there, and repeat the reduction without it; after a rank has
-    left, with a new reducer. So does a rank that has started other gradients than it
-    gives, and the reduction is repeated with those. A reducer may also go on without a
-    rank that is lost.
+    A rank that leaves, or whose gradients shall not be used, interrupts a reduction,
+    which the others repeat without it; after a rank has left, with a new reducer. A
+    rank that has started other gradients than it gives has all repeat the reduction
+    with those.
 
     ``options`` are those of a `Reducer`; ``rows`` has the formats of gradients that are
     rows, which travel in their own dtype.
@@ -160,15 +159,14 @@ class ShardReducer:
         lacks: frozenset[str] = frozenset(),
         weight: float = 1.0,
     ) -> Mapping[str, Array | Rows] | None:
-        """Return the sums or means of the gradients, with their weights. Collective.
+        """Return the means, if ``parts`` is None, or sums; None if all ranks skip.
 
-        Without those that no rank has; None if all ranks skip. After their use, call
-        `updated`.
+        Collective. Of 0 parts, sums remain; of another number, by which the gradients
+        are divided already, they become means. After their use, call `updated`.
         """
         self.check_present()
         self.check_usable()
         self._broken = True
-        kind = "MEAN" if parts is None else "SUM"
         rest = {name: g for name, g in grads.items() if name not in self.started}
         stale = self.stale or not self.started <= grads.keys()
         stale |= lacks != self._lacking
@@ -180,7 +178,7 @@ class ShardReducer:
                 self._call(self.reducer.interrupt, (_SKIPS, lacks))
             if stale:
                 self._call(self.reducer.interrupt, (_RENEWS, lacks))
-            return self._reduce_once(rest, out, kind, parts or 0, weight)
+            return self._reduce_once(rest, out, parts, weight)
         except Interruption as found:
             self._broken = True
             self._used = self._continue(found.notes)
@@ -190,7 +188,7 @@ class ShardReducer:
                     grads = {name: _nothing_of(grad) for name, grad in grads.items()}
                     weight = _NO_WEIGHT
                 parts = 1 if parts is None else parts
-                sums = self._reduce_once(grads, out, "SUM", parts, weight)
+                sums = self._reduce_once(grads, out, parts, weight)
             self._broken = sums is not None
             return sums
 
@@ -198,14 +196,10 @@ class ShardReducer:
         self,
         grads: Mapping[str, Array | Rows],
         out: Mapping[str, Array] | None,
-        kind: str,
-        parts: int,
+        parts: int | None,
         weight: float,
     ) -> Mapping[str, Array | Rows] | None:
-        """Return the sums or means of the gradients; see `_mean`.
-
-        None if the ranks whose gradients were to be used are lost.
-        """
+        """Return the sums or means; None if all ranks that were to be used are lost."""
         if self._lacking:
             grads = {n: each for n, each in grads.items() if n not in self._lacking}
             out = {n: out[n] for n in out if n not in self._lacking} if out else out
@@ -220,7 +214,7 @@ class ShardReducer:
                 arrays,
                 out=out,
                 step=self.computed,
-                reduction_type=kind,
+                reduction_type="MEAN" if parts is None else "SUM",
                 weight=weight,
             )
         except DisagreementError:
@@ -236,7 +230,7 @@ class ShardReducer:
         numbers = {name: sums[name] for name in rows}
         means = {name: sums[name] for name in sums if name not in rows}
         means = dict(_mean(means, self.reducer.total_weight, parts, out))
-        return {**means, **self._collect(numbers, kind, parts)}
+        return {**means, **self._collect(numbers, 1 if parts is None else parts)}
 
     def _call(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
         """Call what reduces. All ranks raise its errors and go on, or it is broken."""
@@ -271,14 +265,11 @@ class ShardReducer:
             self._broken = False
             self.reducer.fail(error)
 
-    def _collect(
-        self, numbers: Mapping[str, Array], kind: str, parts: int
-    ) -> dict[str, Rows]:
+    def _collect(self, numbers: Mapping[str, Array], parts: int) -> dict[str, Rows]:
         """Return the sums or means of rows; see `_mean`."""
         assert self._rows is not None
         sums = self._call(self._rows.collect, numbers, self.reducer.calls)
         values = {name: each.values for name, each in sums.items()}
-        parts = 1 if kind == "MEAN" else parts
         means = _mean(values, self.reducer.total_weight, parts, None)
         return {name: sums[name]._replace(values=means[name]) for name in sums}
 
@@ -307,24 +298,23 @@ class ShardReducer:
             self._continue(found.notes)
 
     def _continue(self, notes: Mapping[int, Any]) -> list[int]:
-        """Return the ranks whose gradients are used, after an interruption. Collective.
-
-        Goes on without the ranks that leave, and counts those that skip.
-        """
-        by_note: dict[Any, list[int]] = {_LEAVES: [], _SKIPS: [], None: []}
-        lacking = []
+        """Go on without the ranks that leave or skip; return the others. Collective."""
+        lacks: dict[int, frozenset[str]] = {}
+        gone: list[int] = []
         for place, note in notes.items():
-            why, lacks = note or (None, self._lacking)
-            by_note[None if why == _RENEWS else why].append(place)
-            if why not in (_LEAVES, _SKIPS):
-                lacking.append(lacks)
-        self._lacking = frozenset.intersection(*lacking) if lacking else frozenset()
-        used, skip = ([self._members[p] for p in by_note[n]] for n in (None, _SKIPS))
-        for rank in skip:
-            self._nonfinite[rank] += 1
-        if gone := by_note[_LEAVES]:
+            why, lacking = note or (None, self._lacking)
+            if why == _LEAVES:
+                gone.append(place)
+            elif why == _SKIPS:
+                self._nonfinite[self._members[place]] += 1
+            else:
+                lacks[self._members[place]] = lacking
+        self._lacking = frozenset()
+        if lacks:
+            self._lacking = frozenset.intersection(*lacks.values())
+        if gone:
             self._go_on_without(gone)
-        return used
+        return list(lacks)
 
     def _go_on_without(self, gone: Sequence[int]) -> None:
         """Make a group and a reducer of the other ranks. Collective."""
@@ -366,9 +356,9 @@ class ShardReducer:
         return {"global_step": self.step, "tally": self.tally().as_lists()}
 
     def finish(self) -> int | None:
-        """Free the reducer. Collective, of all ranks of the group.
+        """Free the reducer; if ranks have left, return a rank with the last variables.
 
-        If ranks have left, it returns one whose variables are those of the last update.
+        Collective, of all ranks of the group.
         """
         if not self.left:
             self._free_reducer()
@@ -392,11 +382,11 @@ def _nothing_of(grad: Array | Rows) -> Array | Rows:
 def _mean(
     sums: Mapping[str, Array],
     weight: float,
-    parts: int,
+    parts: int | None,
     out: Mapping[str, Array] | None,
 ) -> Mapping[str, Array]:
-    """Return the means over ranks with so much weight."""
-    if parts in (0, weight):
+    """Return the means over ranks with so much weight; see `ShardReducer.reduce`."""
+    if parts in (None, 0, weight):
         return sums
     divisor = weight / parts
     means = {name: total / total.dtype.type(divisor) for name, total in sums.items()}
@@ -409,10 +399,7 @@ def _mean(
 
 
 def layout_of(variables: Iterable[Variable], ranks: int) -> Layout:
-    """Return the layout of what is reduced of gradients by so many ranks.
-
-    Of rows of a sparse variable these are their numbers; see `RowExchange`.
-    """
+    """Return the layout of what is reduced; of rows, their numbers (`RowExchange`)."""
     rows = row_formats(variables)
     marks = {
         name: np.zeros((ranks, columns(each)), np.float32)

@@ -54,10 +54,9 @@ def exchanged(
     pairs: Sequence[tuple[Gradient | None, Variable]],
     places: Callable[[], Mapping[str, Array]] | None = None,
 ) -> dict[str, Any]:
-    """Return what is exchanged of the gradients that are not None, by name.
+    """Return what is exchanged of gradients: rows of sparse variables, else arrays.
 
-    For a sparse variable these are rows, for others arrays. A server has ``places`` for
-    its arrays, and for rows up to the `capacity` of the variable.
+    A server has ``places`` for its arrays, and for `capacity` rows of a variable.
     """
     to_rows = _sparse_rows if places is None else _limited_rows
     found: dict[str, Any] = {}
@@ -141,10 +140,8 @@ def add_slices(total: Array, grad: IndexedSlices, first: bool) -> None:
 
 
 def apart(grads: Sequence[G], values: Sequence[Array]) -> list[G]:
-    """Copy the gradients that lie in the memory of variables, which change next.
-
-    The gradient of ``x * y`` by ``y`` is ``x``.
-    """
+    """Copy the gradients that lie in the memory of variables, which change next."""
+    # The gradient of `x * y` by `y` is `x`.
     arrays = [g.values if isinstance(g, (IndexedSlices, Rows)) else g for g in grads]
     suspect = crossing(arrays, values)
     return [

@@ -95,7 +95,6 @@ class SyncReplicasOptimizer(OneSidedOptimizer):
         )
         super().__init__(opt, name, check, place)
         quorum = self._quorum = self._options["replicas_to_aggregate"]
-        self._factors = self._options["lateness"]
         # Each worker may contribute so many gradients of one step.
         self._share = -(-quorum // self._workers)
 

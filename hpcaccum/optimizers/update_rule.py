@@ -117,10 +117,7 @@ class Rule(Optimizer):
         return {}
 
     def _numbers(self, rate: float, step: int) -> tuple[float, ...]:
-        """Return the numbers of one update; ``step`` counts from 1.
-
-        Only the first may depend on the step.
-        """
+        """Return the numbers of an update, from 1; only the first may depend on it."""
         return (rate,)
 
     def _constants(self) -> tuple[float, ...]:
@@ -130,10 +127,8 @@ class Rule(Optimizer):
     def _update(self, value: Array, grad: Array, *rest: Any) -> None:
         """Update a piece of the value and of the slots, vectors of one dtype.
 
-        Args:
-            value: May be the same memory as the gradient, so it is changed last.
-            grad: Must not be changed.
-            rest: The slots, a scratch vector, and `_numbers`.
+        ``rest`` are the slots, a scratch vector, and `_numbers`. ``value`` may be the
+        same memory as ``grad``, which must not be changed, so it is changed last.
         """
         raise NotImplementedError
 
@@ -375,10 +370,8 @@ def update_rows(
     update: Update,
     numbers: Sequence[float],
 ) -> None:
-    """Update some rows of the value and of the slots of a variable.
-
-    Pieces have several rows, or one row if that is longer than ``scratch``.
-    """
+    """Update some rows of the value and of the slots of a variable."""
+    # Pieces have several rows, or one row if that is longer than `scratch`.
     width, dtype = rows.values.shape[1], scratch.dtype
     if width > scratch.size:
         scratch = np.empty(width, dtype)

@@ -8,10 +8,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, SupportsFloat, TypeVar, cast, overload
 
+import numpy as np
+
 from hpcaccum import metrics
 from hpcaccum.accumulator import Receipt, Tally
 from hpcaccum.arguments import positive_count
-from hpcaccum.device import all_on_device, release
+from hpcaccum.device import all_on_device, release, to_host
 from hpcaccum.dtypes import Array
 from hpcaccum.errors import InvalidArgumentError, counted
 from hpcaccum.mpi import Freeable, Group
@@ -45,10 +47,8 @@ W = TypeVar("W", bound="Wrapper")
 def one_thread(
     call: Callable[Concatenate[W, P], T],
 ) -> Callable[Concatenate[W, P], T]:
-    """Make a method raise while another thread is in such a method of the object.
-
-    Two threads would use the same memory for their gradients.
-    """
+    """Make a method raise while another thread is in such a method of the object."""
+    # Two threads would use the same memory for their gradients.
 
     @functools.wraps(call)
     def run(self: W, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -110,7 +110,6 @@ class Wrapper(Freeable, Optimizer):
         self._steps: dict[str, Variable] = {}
 
     def __repr__(self) -> str:
-        """Show the inner optimizer; identical on ranks that were given the same one."""
         return f"{type(self).__name__}({self.inner!r}, name={self.get_name()!r})"
 
     @property
@@ -198,10 +197,10 @@ class Wrapper(Freeable, Optimizer):
         is_root: bool,
         facts: Callable[[list[Variable]], Mapping[str, Any]],
     ) -> tuple[list[Variable], list[dict[str, Any]]]:
-        """Return variables that the root's snapshot fits, and its counts. Collective.
+        """Return variables that the root's snapshot fits, and each rank's counts.
 
-        Of each rank there are counts; those of the root are the snapshot's. ``facts``
-        returns what must be the same of the variables of all ranks.
+        Collective. The counts of the root are those of the snapshot. ``facts`` returns
+        what must be the same of the variables of all ranks.
         """
         self._check_open()
         what = self._call("restore")
@@ -248,11 +247,9 @@ class Wrapper(Freeable, Optimizer):
         return checked
 
     def _end_steps(self, found: Sequence[Sequence[str]]) -> None:
-        """Set each global step to the number of updates.
-
-        Some ranks do not pass theirs: those that only serve, or leave before their
-        first gradient.
-        """
+        """Set each global step to the number of updates."""
+        # Some ranks do not pass theirs: those that only serve, or leave before their
+        # first gradient.
         for name in {name for names in found for name in names}:
             if (step := self._steps.get(name) or counter(name)) is not None:
                 step.value[...] = self.global_step
@@ -392,7 +389,7 @@ class Wrapper(Freeable, Optimizer):
 
     def _read(self, names: Sequence[str]) -> list[Array]:
         """Return copies of the newest values."""
-        raise NotImplementedError
+        return [np.array(to_host(self._values[name])) for name in names]
 
     def _describe(self) -> str:
         return f"optimizer {self.get_name()!r}"

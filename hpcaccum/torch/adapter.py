@@ -20,7 +20,7 @@ from hpcaccum.optimizers import CrossShardOptimizer
 from hpcaccum.optimizers.adapter import AdapterBase, ServerArguments, check_known
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 from hpcaccum.torch.buffers import AVERAGE, Buffers
-from hpcaccum.torch.gradients import Gradients, names_of_sparse
+from hpcaccum.torch.parameters import Parameters, names_of_sparse
 from hpcaccum.torch.rule import TorchRule
 from hpcaccum.torch.state import check_state, snapshot_of, state_of
 from hpcaccum.torch.tensors import (
@@ -43,10 +43,7 @@ R = TypeVar("R")
 
 
 def in_stream(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Make a method do its work on the device in PyTorch's order; see `stream_of`.
-
-    A compiled function calls it without tracing it.
-    """
+    """Make a method do its work on the device in PyTorch's order; see `stream_of`."""
 
     @functools.wraps(method)
     def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -130,17 +127,17 @@ class Adapter(torch.optim.Optimizer, AdapterBase):  # type: ignore[misc]
         def check() -> tuple[TorchRule, Buffers]:
             check_optimizer(optimizer, Adapter)
             check_module(module)
-            parameters = named_parameters(optimizer, module)
-            self._check_unused(parameters)
-            rows = names_of_sparse(sparse, capacity, optimizer, parameters)
-            rule = TorchRule(optimizer, parameters, rows, capacity)
-            return rule, Buffers(module, parameters.values(), buffers)
+            tensors = named_parameters(optimizer, module)
+            self._check_unused(tensors)
+            rows = names_of_sparse(sparse, capacity, optimizer, tensors)
+            rule = TorchRule(optimizer, Parameters(tensors, rows, capacity))
+            return rule, Buffers(module, tensors.values(), buffers)
 
         self._rule, self._buffers = self._group.agree(
             self._what,
             check,
             lambda checked: {
-                "sparse": sorted(var.name for var in checked[0].own if var.sparse),
+                "sparse": checked[0].parameters.sparse,
                 **checked[1].facts(),
                 **self._facts(checked[0]),
             },
@@ -149,9 +146,8 @@ class Adapter(torch.optim.Optimizer, AdapterBase):  # type: ignore[misc]
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.optimizer = self._saved = optimizer
         self.state = optimizer.state
-        parameters = self._rule.parameters
-        self._first = next(iter(parameters.values()))
-        self._gradients = Gradients(parameters, self._rule.own)
+        self._parameters = self._rule.parameters
+        self._first = next(iter(self._parameters.names))
         # Whether backward passes exchange gradients.
         self._syncs = True
         # Handles of the hooks of the optimizer.
@@ -167,14 +163,13 @@ class Adapter(torch.optim.Optimizer, AdapterBase):  # type: ignore[misc]
         self._handles.append(optimizer.register_step_pre_hook(self._refuse))
         self._all.add(self)
 
-    def _check_unused(self, parameters: Mapping[str, Any]) -> None:
+    def _check_unused(self, tensors: Mapping[str, Any]) -> None:
         """Raise unless no other adapter that is open has one of these parameters."""
         for other in list(self._all):
             if other.freed:
                 continue
-            held = set(other._rule.parameters.values())
-            for name, parameter in parameters.items():
-                if parameter in held:
+            for name, tensor in tensors.items():
+                if tensor in other._parameters.names:
                     raise InvalidArgumentError(
                         f"{name!r} belongs to another {other._what}, which updates it; "
                         f"free() that one first, or give each optimizer parameters of "
@@ -184,9 +179,9 @@ class Adapter(torch.optim.Optimizer, AdapterBase):  # type: ignore[misc]
     @in_stream
     def _open(self) -> None:
         """Begin with the values of rank 0. Collective."""
-        rule = self._rule
-        self._exchange.before_assign = lambda _: rule.reclaim()
-        self._exchange.initialize(rule.own)
+        parameters = self._parameters
+        self._exchange.before_assign = lambda _: parameters.reclaim()
+        self._exchange.initialize(parameters.variables.values())
         self._buffers.broadcast(self._group, self._what)
 
     def _facts(self, rule: TorchRule) -> Mapping[str, object]:
@@ -222,8 +217,8 @@ class Adapter(torch.optim.Optimizer, AdapterBase):  # type: ignore[misc]
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            self._rule._host_options.check()
-            self._rule.reclaim()
+            self._rule.check_groups()
+            self._parameters.reclaim()
             # Schedulers look for it where they were attached.
             self.optimizer._opt_called = True
             self._steps = True
@@ -262,7 +257,7 @@ class Adapter(torch.optim.Optimizer, AdapterBase):  # type: ignore[misc]
         `DropStale` and `AGN`, ``weight`` multiplies the gradient. A weight that is not
         a finite number above 0 is an error of the exchange.
         """
-        self._gradients.add_hooks(self._on_gradient)
+        self._parameters.add_hooks(self._on_gradient)
         before, self._weight = self._weight, weight
         self._next_weight = weight
         try:
@@ -308,7 +303,7 @@ class Adapter(torch.optim.Optimizer, AdapterBase):  # type: ignore[misc]
         Raises:
             InvalidArgumentError: With a server, on any rank except the host.
         """
-        self._rule.reclaim()
+        self._parameters.reclaim()
         self._call_hooks("state_dict_pre")
         state = state_of(self._exchange.snapshot(), self._saved)
         return self._call_hooks("state_dict_post", state)  # type: ignore[no-any-return]
@@ -335,7 +330,7 @@ class Adapter(torch.optim.Optimizer, AdapterBase):  # type: ignore[misc]
                 is changed.
         """
         self._check_open()
-        self._rule.reclaim()
+        self._parameters.reclaim()
         what, root = f"{self._what}: load_state_dict", self._group.rank == self._root
 
         def check() -> Any:
@@ -344,9 +339,9 @@ class Adapter(torch.optim.Optimizer, AdapterBase):  # type: ignore[misc]
                 return None, None
             given = state_dict.copy() if isinstance(state_dict, dict) else state_dict
             given = self._call_hooks("load_state_dict_pre", given)
-            checked = check_state(given, self._saved, self._rule.own)
+            checked = check_state(given, self._saved, self._parameters.variables)
             self._check_options(checked["param_groups"])
-            names = list(self._rule.parameters)
+            names = list(self._parameters.tensors)
             return snapshot_of(checked, names), checked["param_groups"]
 
         snapshot, groups = self._group.agree(what, check, lambda _: {})
@@ -355,7 +350,7 @@ class Adapter(torch.optim.Optimizer, AdapterBase):  # type: ignore[misc]
             group.update({name: saved[name] for name in saved if name != "params"})
         self._restore(snapshot, what)
         self._call_hooks("load_state_dict_post")
-        self._rule.note_values()
+        self._parameters.note_values()
 
     @in_stream
     def assign(self) -> None:
@@ -372,7 +367,7 @@ class Adapter(torch.optim.Optimizer, AdapterBase):  # type: ignore[misc]
                 or device now.
         """
         self._exchange.assign()
-        self._rule.note_values()
+        self._parameters.note_values()
 
     def _check_present(self) -> None:
         """Raise InvalidArgumentError if this rank has left and can load no state."""
@@ -400,10 +395,9 @@ class Adapter(torch.optim.Optimizer, AdapterBase):  # type: ignore[misc]
             InvalidArgumentError: If it is not a parameter of the optimizer.
         """
         several = isinstance(parameter, (list, tuple))
-        wanted, names = parameter if several else [parameter], self._gradients.names
-        variables = {var.name: var for var in self._rule.own}
+        wanted, own = parameter if several else [parameter], self._parameters
         try:
-            chosen = [variables[names[each]] for each in wanted]
+            chosen = [own.variables[own.names[each]] for each in wanted]
         except (KeyError, TypeError):
             message = f"{self._what}: it has no such parameter"
             raise InvalidArgumentError(message) from None
@@ -447,15 +441,14 @@ class Adapter(torch.optim.Optimizer, AdapterBase):  # type: ignore[misc]
         self._before_free()
         self.sync_buffers()
         self._exchange.free()
-        self._gradients.remove_hooks()
-        for handle in self._handles:
+        for handle in (*self._handles, *self._parameters.hooks.values()):
             handle.remove()
 
     def _before_free(self) -> None:
         """Do what must be done before ranks wait for each other."""
         # This rank has the last parameters: a model may be converted now.
         with contextlib.suppress(InvalidArgumentError):
-            self._rule.reclaim()
+            self._parameters.reclaim()
 
     @property
     def freed(self) -> bool:

@@ -16,7 +16,14 @@ from hpcaccum.mpi import Group
 from hpcaccum.optimizers import Variable
 from hpcaccum.optimizers.start import broadcast
 from hpcaccum.reducer import Reducer
-from hpcaccum.torch.tensors import CPU, array_of, is_cuda, numpy_name, tensor_of
+from hpcaccum.torch.tensors import (
+    CPU,
+    array_of,
+    host_array,
+    is_cuda,
+    numpy_name,
+    tensor_of,
+)
 
 AVERAGE, BROADCAST = "average", "broadcast"
 
@@ -58,16 +65,15 @@ class Buffers:
             self._found,
             lambda found: {"buffers of the module": _signature(found)},
         )
-        averages = self._mode == AVERAGE
         averaged = {
             name: each
             for name, each in found.items()
-            if averages and each.is_floating_point()
+            if self._mode == AVERAGE and each.is_floating_point()
         }
         others = {name: found[name] for name in found if name not in averaged}
         broadcast(group, _variables(others), what)
         if averaged:
-            arrays = {name: _in_cpu_memory(each) for name, each in averaged.items()}
+            arrays = {name: host_array(each) for name, each in averaged.items()}
             with Reducer(Layout.of(arrays), group, f"{what}: buffers") as reducer:
                 reducer.reduce(arrays, out=arrays)
             for name, tensor in averaged.items():
@@ -102,15 +108,10 @@ def _signature(tensors: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...], s
 def _variables(tensors: Mapping[str, Any]) -> Iterator[Variable]:
     """Yield variables; copy each back to its tensor before the next."""
     for name, tensor in tensors.items():
-        array = _in_cpu_memory(tensor)
+        array = host_array(tensor)
         # Variables have numbers.
         yield Variable(array.view(np.uint8) if array.dtype == bool else array, name)
         _copy_back(tensor, array)
-
-
-def _in_cpu_memory(tensor: Any) -> Array:
-    """Return an array that shares the memory of a tensor; of a device's, a copy."""
-    return array_of(tensor.cpu())
 
 
 def _copy_back(tensor: Any, array: Array) -> None:

@@ -11,20 +11,19 @@ import numpy as np
 from torch.autograd import Variable as Autograd
 
 from hpcaccum.accumulator import Receipt
-from hpcaccum.arguments import positive_weight
 from hpcaccum.device import release
 from hpcaccum.dtypes import Array
 from hpcaccum.errors import DisagreementError, InvalidArgumentError
 from hpcaccum.mpi import Group
 from hpcaccum.optimizers import CrossShardOptimizer
-from hpcaccum.optimizers.checks import Pairs
+from hpcaccum.optimizers.checks import Pairs, exchanged_weight
 from hpcaccum.optimizers.finite import OnNonfinite
 from hpcaccum.optimizers.shard_reducer import ShardReducer
 from hpcaccum.optimizers.slices import Gradient, exchanged, with_sums
 from hpcaccum.rows import Rows
 from hpcaccum.torch.adapter import Adapter, in_stream
 from hpcaccum.torch.buffers import AVERAGE
-from hpcaccum.torch.gradients import dense
+from hpcaccum.torch.parameters import dense
 from hpcaccum.torch.rule import TorchRule
 from hpcaccum.torch.state import of_arrays
 from hpcaccum.torch.tensors import is_cuda
@@ -49,11 +48,10 @@ class CrossShard(Adapter):
         sparse: The parameters whose gradients are sparse, such as the weights of
             `torch.nn.Embedding(sparse=True)`; the same on all ranks. Only the rows of
             these gradients are exchanged. ``grad`` is the sparse mean: rows that a rank
-            does not have count as zero. All other parameters have dense gradients.
-        find_unused: Whether a parameter may have a gradient on some ranks only. Its
-            mean is taken over all ranks, with zeros for the ranks that have no
-            gradient, as in DistributedDataParallel; ``grad`` is None if no rank has
-            one. By default this raises an error on all ranks.
+            does not have count as zero.
+        find_unused: Whether a parameter may have a gradient on some ranks only; the
+            others count as zeros, as in DistributedDataParallel. ``grad`` is None if no
+            rank has one. By default this raises an error on all ranks.
         on_nonfinite: What happens to gradients with a NaN or an infinity: "accept"
             averages them, "drop" takes the mean over the other ranks, "raise" raises
             InvalidArgumentError on all ranks.
@@ -98,7 +96,7 @@ class CrossShard(Adapter):
             on_nonfinite=on_nonfinite,
             wire_dtype=wire_dtype,
         )
-        self._gradients.add_hooks(self._on_gradient)
+        self._parameters.add_hooks(self._on_gradient)
 
     def _facts(self, rule: TorchRule) -> Mapping[str, object]:
         # Each rank has its own, which is not broadcast.
@@ -136,12 +134,12 @@ class CrossShard(Adapter):
         if parameter.grad is None:
             # A function has returned None for it.
             return
-        name = self._gradients.names[parameter]
+        name = self._parameters.names[parameter]
         if name in self._shard.started:
             # An error has ended the pass in which it was.
             self._discard()
         # How many rows there are is known when all gradients are.
-        elif self._gradients.is_final(parameter):
+        elif self._parameters.is_final(parameter):
             self._shard.start(name, dense(name, parameter.grad), self._weight)
 
     def _discard(self) -> None:
@@ -167,10 +165,10 @@ class CrossShard(Adapter):
         self._used_weight = weight
         try:
             try:
-                weight = positive_weight(weight, np.dtype(np.float32))
+                weight = exchanged_weight(weight)
                 if self._find_unused:
-                    lacks = self._gradients.fill()
-                pairs = self._gradients.pairs()
+                    lacks = self._parameters.fill()
+                pairs = self._parameters.pairs()
                 skips = self._exchange._drops(pairs)
                 given = exchanged(pairs)
                 if not given and not passed:
@@ -194,11 +192,11 @@ class CrossShard(Adapter):
                 error.args = (f"{error}; find_unused=True uses zeros instead of none",)
             raise
         finally:
-            self._gradients.clear(lacks.difference(means))
+            self._parameters.clear(lacks.difference(means))
             if not is_cuda(self._first):
-                self._gradients.replace(means)
+                self._parameters.replace(means)
         if sums is None:
-            self._gradients.clear()
+            self._parameters.clear()
         self._found = bool(means)
         self._averaged, self._skipped = True, skips
 
@@ -238,11 +236,11 @@ class CrossShard(Adapter):
         }
         formats = self._group.allgather(formats, what)[self._root]
         # All ranks have the same state, with the values of the root after `restore`.
-        self._rule._kept_state(self._rule.own).set(
+        self._rule._kept_state(self._parameters.variables.values()).set(
             {
                 name: of_arrays(lambda part: np.zeros(*part), parts)
                 for name, parts in formats.items()
             }
         )
         self.zero_grad()
-        self._exchange.restore(snapshot, self._rule.own)
+        self._exchange.restore(snapshot, self._parameters.variables.values())

@@ -20,6 +20,7 @@ from hpcaccum.optimizers.adapter import ServerArguments
 from hpcaccum.optimizers.one_sided import OneSidedOptimizer
 from hpcaccum.server import Lateness, Servers
 from hpcaccum.torch.adapter import Adapter, in_stream
+from hpcaccum.torch.parameters import Parameters
 from hpcaccum.torch.rule import TorchRule
 from hpcaccum.torch.tensors import check_optimizer
 
@@ -52,39 +53,34 @@ class OneSided(Adapter):
     Args:
         optimizer, make, module, buffers, comm: As for `Adapter`.
         host, dedicated, on_nonfinite, min_workers, wire_dtype: See `OneSidedOptimizer`.
-        servers: The ranks that hold the center, and update it: one rank, or several on
-            different nodes, of which the first is the host. Each holds whole
-            parameters, and a copy of the torch optimizer for them, which must update
-            each parameter independently of the others, as all of `torch.optim` do. By
-            default, only the host.
-        sparse: The parameters whose gradients are sparse, such as the weights of
-            `torch.nn.Embedding(sparse=True)`; the same on all ranks. Only the rows of
-            these gradients are sent, updated and pulled. This needs one server, and an
-            optimizer that changes no other rows: `SparseAdam`, `SGD` without momentum
-            and weight decay, or `Adagrad` without weight decay. Do not change such
-            parameters in other ways.
+        servers: The host, by default; or several ranks on different nodes, of which the
+            first is the host. Each holds whole parameters, and a copy of the torch
+            optimizer for them, which must update each parameter independently of the
+            others, as all of `torch.optim` do.
+        sparse: As for `CrossShard`. This needs one server, and an optimizer that
+            changes no other rows: `SparseAdam`, `SGD` without momentum and weight
+            decay, or `Adagrad` without weight decay. Do not change such parameters in
+            other ways.
         capacity: Maximum number of different rows in one such gradient; by default all
             rows. The server allocates memory for this number of rows for each rank.
     """
 
     _exchange: OneSidedOptimizer
-    # Whether the torch optimizer makes steps of its own.
-    _is_local = False
 
     def _open(self) -> None:
         super()._open()
         self._root = self._exchange._root
         # First, as other hooks may change values.
         noted = self.optimizer.register_step_post_hook(
-            lambda *_: self._rule.note_values()
+            lambda *_: self._parameters.note_values()
         )
         self.optimizer._optimizer_step_post_hooks.move_to_end(noted.id, last=False)
         self._handles.append(noted)
-        self._rule.note_values()
+        self._parameters.note_values()
 
     def _update(self, weight: float) -> Receipt:
-        self._rule.check_values()
-        if self._is_local:
+        self._parameters.check_values()
+        if self._exchange._is_local:
             return self._apply(weight)
         # Instead of the step of the optimizer, with its hooks.
         step = torch.optim.Optimizer.profile_hook_step(
@@ -96,13 +92,13 @@ class OneSided(Adapter):
     def _exchange_once(self, weight: float) -> Receipt:
         receipt = self._apply(weight)
         # What the next gradient is to be computed with.
-        self._gradients.clear()
-        nothing = [None] * len(self._rule.own)
+        self._parameters.clear()
+        nothing = [None] * len(self._parameters.variables)
         self._exchange.compute_gradients(lambda: (None, nothing))
         return receipt
 
     def _apply(self, weight: float) -> Receipt:
-        pairs = self._gradients.pairs()
+        pairs = self._parameters.pairs()
         if all(grad is None for grad, _ in pairs):
             raise self._no_gradient()
         return self._exchange.apply_gradients(pairs, weight=weight)
@@ -132,10 +128,10 @@ class OneSided(Adapter):
         self._rule.check_options(groups)
 
     def _restore(self, snapshot: Any, what: str) -> None:
-        self._gradients.clear()
+        self._parameters.clear()
         # The state of local updates, of AGN, begins anew.
         self.state.clear()
-        self._exchange.restore(snapshot, self._rule.own)
+        self._exchange.restore(snapshot, self._parameters.variables.values())
 
     def _before_free(self) -> None:
         # Otherwise others might wait for its gradients.
@@ -143,8 +139,8 @@ class OneSided(Adapter):
         failure = None
         try:
             # The last parameters are still to come.
-            self._rule.reclaim()
-            self._rule.check_values()
+            self._parameters.reclaim()
+            self._parameters.check_values()
         except InvalidArgumentError as error:
             failure = error
         self._group.raise_together(f"{self._what}: free", failure)
@@ -219,8 +215,6 @@ class AGN(OneSided):
         options: See `OneSided`.
     """
 
-    _is_local = True
-
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -249,10 +243,7 @@ class LocalSteps(OneSided):
             with any options. A copy on the host makes the updates; its options are
             those of the host.
         period: Number of steps in a push.
-        quorum: Number of pushes in an update; by default, each push is one.
-        staleness, lateness: Without a quorum, as for `DropStale`.
-        fragments: Number of groups of parameters, which are pushed one after the other.
-        overlap: Number of steps for which a push does not wait.
+        quorum, staleness, lateness, fragments, overlap: As for `LocalStepsOptimizer`.
         options: See `OneSided`.
 
     Attributes:
@@ -260,7 +251,6 @@ class LocalSteps(OneSided):
     """
 
     outer: torch.optim.Optimizer
-    _is_local = True
 
     def __init__(
         self,
@@ -299,12 +289,12 @@ def checked_outer(
     make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], rule: TorchRule
 ) -> tuple[torch.optim.Optimizer, TorchRule]:
     """Return the optimizer of the center for the parameters of a rule, and its rule."""
-    parameters = rule.parameters
-    outer = make(list(parameters.values()))
+    tensors = rule.parameters.tensors
+    outer = make(list(tensors.values()))
     check_optimizer(outer, Adapter)
     groups = outer.param_groups
-    if {p for group in groups for p in group["params"]} != {*parameters.values()}:
+    if {p for group in groups for p in group["params"]} != {*tensors.values()}:
         raise InvalidArgumentError(
             "outer must return an optimizer of all the parameters that it gets"
         )
-    return outer, TorchRule(outer, parameters, (), None)
+    return outer, TorchRule(outer, Parameters(tensors))

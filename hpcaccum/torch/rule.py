@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +18,8 @@ from hpcaccum.optimizers.snapshot import Key, Parts
 from hpcaccum.optimizers.start import checksum
 from hpcaccum.optimizers.update_rule import finite
 from hpcaccum.rows import IndexedSlices
-from hpcaccum.torch.gradients import gradient_of, needs_for_rows
-from hpcaccum.torch.tensors import CPU, array_of, laid_out, tensor_of
+from hpcaccum.torch.parameters import Parameters, gradient_of, needs_for_rows
+from hpcaccum.torch.tensors import CPU, array_of, host_array, laid_out, tensor_of
 
 # What a parameter group has besides the options of the updates.
 _NOT_OPTIONS = ("params", "param_names")
@@ -35,130 +35,34 @@ class _Target(NamedTuple):
     tensors: Mapping[str, Any]
 
 
-class _GroupOptions:
-    """The options of the parameter groups of an optimizer, as a center has them."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer, self._sizes = optimizer, _sizes(optimizer)
-        # The parameter groups of the center, on its rank.
-        self.center: Sequence[dict[str, Any]] | None = None
-        # Those that the center, or all servers, have, of each parameter group.
-        self._copied: list[dict[str, Any]] = [{} for _ in self._sizes]
-
-    def check(self) -> None:
-        """Raise InvalidArgumentError if the optimizer has got parameters since."""
-        if _sizes(self._optimizer) != self._sizes:
-            raise InvalidArgumentError(
-                f"{type(self._optimizer).__name__}: parameters cannot be added later; "
-                f"make a new optimizer"
-            )
-
-    def changed(self) -> Sequence[dict[str, Any]]:
-        """Return what has changed in each parameter group; nothing if none has."""
-        self.check()
-        changed = []
-        groups = self._optimizer.param_groups
-        for group, copied in zip(groups, self._copied, strict=True):
-            # Only these: some optimizers keep state among the options.
-            found = {
-                name: value
-                for name, value in _options(group).items()
-                if not _is_same(copied.get(name), value)
-            }
-            copied.update({name: _kept(value) for name, value in found.items()})
-            changed.append(found)
-        return changed if any(changed) else []
-
-    def use(self, changed: Sequence[dict[str, Any]]) -> None:
-        """Change the options of the center."""
-        # One of more servers than variables may have none.
-        for group, options in zip(self.center or (), changed, strict=False):
-            group.update(options)
-
-
 class TorchRule(Optimizer):
-    """Updates variables by a torch optimizer.
+    """Updates variables by a torch optimizer: its own parameters, or a center's.
 
-    The variables are the memory of its own parameters, or those of a center. For a
-    center, which is in CPU memory, it is copied: the copy has the same options and a
-    state of its own. The options are copied again when they have changed, so that a
-    scheduler of the original sets the learning rate of the center, too. Several servers
-    have whole variables each, and the options of the host.
-
-    It is not `elementwise`: whether an optimizer is cannot be known. But it must update
-    each parameter independently of the others, as all of `torch.optim` do.
-
-    Attributes:
-        parameters: By name.
-        own: The parameters as variables.
+    For a center, which is in CPU memory, the optimizer is copied: the copy has a state
+    of its own, and the options of the host, which are copied again when they change.
+    Several servers have whole variables each, as whether an optimizer is `elementwise`
+    cannot be known. It must update each parameter independently of the others.
     """
 
-    _host_options: _GroupOptions
-
-    def __init__(
-        self,
-        optimizer: Any,
-        parameters: Mapping[str, Any],
-        sparse: Collection[str],
-        capacity: int | None,
-    ) -> None:
+    def __init__(self, optimizer: Any, parameters: Parameters) -> None:
         super().__init__(type(optimizer).__name__)
-        self.own = [
-            Variable(array_of(parameter), name, sparse=True, capacity=capacity)
-            if name in sparse
-            else Variable(array_of(parameter), name)
-            for name, parameter in parameters.items()
-        ]
-        self.parameters = parameters
+        self.optimizer, self.parameters = optimizer, parameters
         # The numbers of the parameter groups that have one with sparse gradients.
-        rows = {parameters[name] for name in sparse}
+        rows = {parameters.tensors[name] for name in parameters.sparse}
         self._row_groups = [
             number
             for number, group in enumerate(optimizer.param_groups)
             if not rows.isdisjoint(group["params"])
         ]
-        self._original = _Target(optimizer, parameters)
-        # The variables are in this memory.
-        self._memory = {name: each.detach() for name, each in parameters.items()}
-        self._versions: list[int] = []
-        self._arrays = {var.name: var.value for var in self.own}
+        self._original = _Target(optimizer, parameters.tensors)
         self._center: _Target | None = None
-        self._host_options = _GroupOptions(optimizer)
+        self._sizes = _sizes(optimizer)
+        # Options that the center, or all servers, have, of each parameter group.
+        self._copied: list[dict[str, Any]] = [{} for _ in self._sizes]
 
     def __repr__(self) -> str:
-        """Show the options: the same text on ranks with the same options."""
-        groups = [_options(group) for group in self._original.optimizer.param_groups]
-        return f"{self.get_name()}({', '.join(map(repr, groups))})"
-
-    def reclaim(self) -> None:
-        """Move parameters back to the memory of the variables; ``p.data = x`` moves."""
-        for name, memory in self._memory.items():
-            parameter = self.parameters[name]
-            if parameter.data_ptr() != memory.data_ptr():
-                _check_same(name, parameter, memory)
-                same = torch.allclose(parameter, memory, rtol=0, atol=0, equal_nan=True)
-                if not same:
-                    # It counts as a change of the parameter, whose version this is.
-                    memory.copy_(parameter.detach())
-                parameter.data = memory
-
-    def note_values(self) -> None:
-        """Take the values of the parameters for those that the adapter has written."""
-        self._versions = [each._version for each in self.parameters.values()]
-
-    def check_values(self) -> None:
-        """Raise InvalidArgumentError if the program has changed a parameter since.
-
-        PyTorch counts changes of a tensor, but not those of its ``.data``.
-        """
-        found = zip(self.parameters.items(), self._versions, strict=True)
-        for (name, parameter), version in found:
-            if parameter._version != version:
-                raise InvalidArgumentError(
-                    f"the program has changed the values of {name!r}, but the server "
-                    f"would replace them; to keep them, call opt.assign() on all ranks "
-                    f"after the change"
-                )
+        options = map(_options, self.optimizer.param_groups)
+        return f"{self.get_name()}({', '.join(map(repr, options))})"
 
     def initialize(self, var_list: Any) -> None:
         """Set the variables; copy the optimizer if they are those of a center."""
@@ -167,12 +71,11 @@ class TorchRule(Optimizer):
         if not self._has(variables):
             tensors = {var.name: tensor_of(var.value) for var in variables}
             self._center = _Target(_copied(self._original, tensors), tensors)
-            self._host_options.center = self._center.optimizer.param_groups
 
     def _has(self, variables: Sequence[Variable]) -> bool:
         """Whether the variables are the parameters themselves."""
         first = variables[0]
-        return self._arrays[first.name] is first.value
+        return self.parameters.variables[first.name].value is first.value
 
     def _target(self, variables: Sequence[Variable]) -> _Target:
         if self._center is None or self._has(variables):
@@ -183,7 +86,7 @@ class TorchRule(Optimizer):
         self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
     ) -> None:
         """Update the variables in place."""
-        self.check_options(self._original.optimizer.param_groups)
+        self.check_options(self.optimizer.param_groups)
         pairs = list(grads_and_vars)
         target = self._target([var for _, var in pairs])
         if target is self._original:
@@ -197,21 +100,51 @@ class TorchRule(Optimizer):
             tensor.grad = None
 
     def _needs_for_rows(self) -> str | None:
-        return self._needs(self._original.optimizer.param_groups)
+        return self._needs(self.optimizer.param_groups)
 
     def _needs(self, groups: Sequence[Mapping[str, Any]]) -> str | None:
         found = [groups[number] for number in self._row_groups]
-        return needs_for_rows(self._original.optimizer, found) if found else None
+        return needs_for_rows(self.optimizer, found) if found else None
 
     def _fragment(self, variables: Sequence[Variable]) -> TorchRule:
-        """Return one for some of the parameters, with a center of its own."""
-        parameters = {var.name: self.parameters[var.name] for var in variables}
-        return TorchRule(self._original.optimizer, parameters, (), None)
+        """Return one with a center of its own."""
+        return TorchRule(self.optimizer, self.parameters)
+
+    # The options
+
+    def check_groups(self) -> None:
+        """Raise InvalidArgumentError if the optimizer has got parameters since."""
+        if _sizes(self.optimizer) != self._sizes:
+            raise InvalidArgumentError(
+                f"{self.get_name()}: parameters cannot be added later; make a new "
+                f"optimizer"
+            )
+
+    def _changed_options(self) -> Sequence[dict[str, Any]]:
+        self.check_groups()
+        changed = []
+        for group, copied in zip(
+            self.optimizer.param_groups, self._copied, strict=True
+        ):
+            # Only these: some optimizers keep state among the options.
+            found = {
+                name: value
+                for name, value in _options(group).items()
+                if not _is_same(copied.get(name), value)
+            }
+            copied.update({name: _kept(value) for name, value in found.items()})
+            changed.append(found)
+        return changed if any(changed) else []
+
+    def _use_options(self, changed: Sequence[dict[str, Any]]) -> None:
+        # One of more servers than variables may have no center.
+        groups = self._center.optimizer.param_groups if self._center else ()
+        for group, options in zip(groups, changed, strict=False):
+            group.update(options)
 
     def learning_rates(self) -> list[float | None]:
         """Return the rate of each parameter group; None if it is no number."""
-        groups = self._original.optimizer.param_groups
-        return [finite(group.get("lr")) for group in groups]
+        return [finite(group.get("lr")) for group in self.optimizer.param_groups]
 
     def check_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise unless the optimizer, with these options, changes only rows."""
@@ -222,10 +155,10 @@ class TorchRule(Optimizer):
 
     def checksum(self) -> str:
         """Return text that is the same for the same state of the own parameters."""
-        state = self._original.optimizer.state
+        state = self.optimizer.state
         found = [
-            (name, part, array_of(v.cpu()) if isinstance(v, torch.Tensor) else v)
-            for name, parameter in self.parameters.items()
+            (name, part, host_array(v) if isinstance(v, torch.Tensor) else v)
+            for name, parameter in self.parameters.tensors.items()
             for part, v in sorted(state.get(parameter, {}).items())
         ]
         number = checksum(*itertools.chain(*found))
@@ -265,10 +198,7 @@ class _KeptByTorch(KeptState):
 
 
 def _copied(original: _Target, tensors: Mapping[str, Any]) -> Any:
-    """Return a copy of an optimizer for tensors, by the names of its parameters.
-
-    It has the groups of all parameters, but only these tensors and their state.
-    """
+    """Return a copy of an optimizer for tensors, by name; it has all its groups."""
     optimizer = original.optimizer
     copies = {original.tensors[name]: tensor for name, tensor in tensors.items()}
     memo: dict[int, Any] = {id(parameter): copies[parameter] for parameter in copies}
@@ -376,14 +306,3 @@ def _state_variable(title: str, value: Any) -> Variable:
             f"state {title!r} is a {kind}; only dense tensors and integers can be saved"
         )
     return Variable(array_of(value), title, trainable=False)
-
-
-def _check_same(name: str, now: Any, before: Any) -> None:
-    """Raise unless a parameter is like it was when the optimizer was wrapped."""
-    facts = [(tuple(each.shape), each.dtype, each.device) for each in (now, before)]
-    if facts[0] != facts[1]:
-        texts = [f"{dtype} of {shape} on {place}" for shape, dtype, place in facts]
-        raise InvalidArgumentError(
-            f"{name!r} has been replaced: it was {texts[1]} and is {texts[0]} now; "
-            f"convert a model before its optimizer is wrapped"
-        )

@@ -10,7 +10,7 @@ import numpy as np
 
 from hpcaccum.errors import InvalidArgumentError
 from hpcaccum.optimizers import Variable
-from hpcaccum.torch.tensors import array_of, numpy_name, tensor_of
+from hpcaccum.torch.tensors import host_array, numpy_name, tensor_of
 
 # What it has besides "state" and "param_groups".
 _OPTIMIZER, _PARAMETERS, _COUNTS = "optimizer", "parameters", ("global_step", "tally")
@@ -53,12 +53,8 @@ def _tensor(array: Any) -> Any:
     return tensor_of(np.asarray(array))
 
 
-def _array(tensor: Any) -> Any:
-    return array_of(tensor.cpu())
-
-
 def check_state(
-    state: Any, optimizer: Any, variables: Sequence[Variable]
+    state: Any, optimizer: Any, variables: Mapping[str, Variable]
 ) -> Mapping[str, Any]:
     """Return a state dictionary that fits an optimizer of PyTorch."""
     if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
@@ -69,7 +65,7 @@ def check_state(
             f"the state is of {state[_OPTIMIZER]}, the optimizer is {own}"
         )
     found = [_signature(tensor) for tensor in state[_PARAMETERS].values()]
-    wanted = [(str(var.dtype), var.shape) for var in variables]
+    wanted = [(str(var.dtype), var.shape) for var in variables.values()]
     sizes = [len(group["params"]) for group in state["param_groups"]]
     groups = [len(group["params"]) for group in optimizer.param_groups]
     if (found, sizes) != (wanted, groups):
@@ -94,7 +90,10 @@ def snapshot_of(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any
     values = state[_PARAMETERS].values()
     states = state["state"]
     return {
-        "variables": of_arrays(_array, dict(zip(names, values, strict=True))),
-        "state": {n: of_arrays(_array, states.get(i, {})) for i, n in enumerate(names)},
+        "variables": of_arrays(host_array, dict(zip(names, values, strict=True))),
+        "state": {
+            name: of_arrays(host_array, states.get(number, {}))
+            for number, name in enumerate(names)
+        },
         **{count: state[count] for count in _COUNTS},
     }

@@ -29,6 +29,11 @@ def array_of(tensor: Any) -> Array:
     return _shared(tensor)
 
 
+def host_array(tensor: Any) -> Array:
+    """Return an array that shares the memory of a tensor; of a device's, a copy."""
+    return array_of(tensor.cpu())
+
+
 def _shared(tensor: Any) -> Array:
     return shared_array(tensor) if is_cuda(tensor) else tensor.numpy()
 
@@ -39,11 +44,7 @@ def is_cuda(tensor: Any) -> bool:
 
 
 def stream_of(tensor: Any) -> AbstractContextManager[None]:
-    """Return a block in which the device does work in the order of PyTorch's.
-
-    Work is queued on PyTorch's current stream. For a tensor in CPU memory, the block
-    does nothing.
-    """
+    """Return a block in which work on the tensor's device is in PyTorch's order."""
     if not is_cuda(tensor):
         return contextlib.nullcontext()
     return on_stream(torch.cuda.current_stream(tensor.device).cuda_stream)
@@ -57,10 +58,8 @@ def tensor_of(array: Array) -> Any:
 
 
 def laid_out(tensor: Any, like: Any) -> Any:
-    """Return a tensor in the order of another one in memory, if their shapes are equal.
-
-    The fused optimizers of PyTorch combine elements by their places in memory.
-    """
+    """Return a tensor that lies in memory like another one, if it has its shape."""
+    # The fused optimizers of PyTorch combine elements by their places in memory.
     if tensor.shape != like.shape or tensor.stride() == like.stride():
         return tensor
     return torch.empty_like(like, dtype=tensor.dtype, device=tensor.device).copy_(

@@ -9,7 +9,7 @@ import hpcaccum as hpc
 from hpcaccum import Reduction
 
 from ..common import check_error
-from .acting import meet
+from .acting import at, meet
 from .training import ONE_SIDED, WRAPPERS, gives, raised, started, variable
 
 pytestmark = pytest.mark.any_size
@@ -169,6 +169,18 @@ def test_a_dropped_gradient_does_not_count_in_the_period(comm, rank, size):
     # The receipt of a dropped gradient is final.
     assert sent == [False, True, True]
     np.testing.assert_allclose(w.value, -2.0 * size, rtol=1e-12)
+
+
+@pytest.mark.ranks(min=2)
+def test_a_dropped_gradient_keeps_the_local_steps(comm, rank):
+    w = variable(np.zeros(3))
+    with ONE_SIDED["AGN"](hpc.SGD(1.0), [w], comm, on_nonfinite="drop") as opt:
+        opt.initialize()
+        at(-1, opt.minimize, gives(np.ones(3)))
+        for _ in range(2):
+            at(0, opt.minimize, gives(np.full(3, 5.0)))  # the second pushes
+        at(-1, opt.minimize, gives(NAN))
+        assert at(-1, w.value.tolist) == [-1.0] * 3
 
 
 @pytest.mark.parametrize(

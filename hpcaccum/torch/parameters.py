@@ -1,8 +1,8 @@
-"""The gradients of parameters, dense or sparse, and the optimizers for sparse ones."""
+"""Parameters as variables; their gradients, and the optimizers for sparse ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,42 +25,88 @@ _UPDATE_ROWS: dict[type, tuple[str, ...]] = {
 }
 
 
-class Gradients:
-    """The gradients of parameters: their ``grad``, as tensors and as arrays.
+class Parameters:
+    """The parameters of an optimizer, as variables that share their memory.
 
-    As in DistributedDataParallel, they stay in the memory in which PyTorch computes
-    them: the exchange copies them from there, and `replace` copies the means back.
+    As in DistributedDataParallel, gradients stay in the memory in which PyTorch
+    computes them: the exchange copies them from there, and `replace` copies the means
+    back.
+
+    Attributes:
+        tensors, variables: The parameters, by name; `names` has the names.
+        sparse: The names of those whose gradients are sparse.
+        hooks: Handles of the hooks that report gradients, by parameter.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Any], variables: Sequence[Variable]
+        self,
+        tensors: Mapping[str, Any],
+        sparse: Collection[str] = (),
+        capacity: int | None = None,
     ) -> None:
-        self._parameters = parameters
-        self._variables = {var.name: var for var in variables}
-        self.names = {p: name for name, p in parameters.items()}
-        self._hooks: dict[Any, Any] = {}
+        self.tensors, self.sparse = tensors, sorted({*sparse})
+        self.names = {tensor: name for name, tensor in tensors.items()}
+        self.variables = {
+            name: Variable(array_of(tensor), name, sparse=True, capacity=capacity)
+            if name in sparse
+            else Variable(array_of(tensor), name)
+            for name, tensor in tensors.items()
+        }
+        self.hooks: dict[Any, Any] = {}
+        # The variables are in this memory.
+        self._memory = {name: tensor.detach() for name, tensor in tensors.items()}
+        self._versions: list[int] = []
+
+    # Their values
+
+    def reclaim(self) -> None:
+        """Move parameters back to the memory of the variables; ``p.data = x`` moves."""
+        for name, memory in self._memory.items():
+            parameter = self.tensors[name]
+            if parameter.data_ptr() != memory.data_ptr():
+                _check_same(name, parameter, memory)
+                same = torch.allclose(parameter, memory, rtol=0, atol=0, equal_nan=True)
+                if not same:
+                    # It counts as a change of the parameter, whose version this is.
+                    memory.copy_(parameter.detach())
+                parameter.data = memory
+
+    def note_values(self) -> None:
+        """Take the values of the parameters for those that the adapter has written."""
+        self._versions = [each._version for each in self.names]
+
+    def check_values(self) -> None:
+        """Raise InvalidArgumentError if the program has changed a parameter since.
+
+        PyTorch counts changes of a tensor, but not those of its ``.data``.
+        """
+        found = zip(self.tensors.items(), self._versions, strict=True)
+        for (name, parameter), version in found:
+            if parameter._version != version:
+                raise InvalidArgumentError(
+                    f"the program has changed the values of {name!r}, but the server "
+                    f"would replace them; to keep them, call opt.assign() on all ranks "
+                    f"after the change"
+                )
+
+    # Their gradients
 
     def add_hooks(self, call: Callable[[Any], None]) -> None:
         """Have each gradient reported, once, when a backward pass has computed it."""
-        self._hooks = self._hooks or {each: _hook(each, call) for each in self.names}
-
-    def remove_hooks(self) -> None:
-        """Have no more gradients reported."""
-        for hook in self._hooks.values():
-            hook.remove()
+        self.hooks = self.hooks or {each: _hook(each, call) for each in self.names}
 
     def is_final(self, parameter: Any) -> bool:
         """Whether a gradient that is reported is dense, and no hook comes after."""
-        hook = self._hooks[parameter]
+        hook = self.hooks[parameter]
         last = next(reversed(hook.hooks_dict_ref()))
-        return not self._variables[self.names[parameter]].sparse and last == hook.id
+        return not self.variables[self.names[parameter]].sparse and last == hook.id
 
     def pairs(self) -> Pairs:
         """Return the gradients, as arrays, or rows if sparse, with their variables."""
-        return [(self._found(name, var), var) for name, var in self._variables.items()]
+        return [(self._found(name, var), var) for name, var in self.variables.items()]
 
     def _found(self, name: str, var: Variable) -> Gradient | None:
-        grad = self._parameters[name].grad
+        grad = self.tensors[name].grad
         if grad is None:
             return None
         return slices_of(name, grad) if var.sparse else dense(name, grad)
@@ -68,7 +114,7 @@ class Gradients:
     def replace(self, means: Mapping[str, Gradient]) -> None:
         """Replace gradients in CPU memory by means."""
         for name, mean in means.items():
-            parameter = self._parameters[name]
+            parameter = self.tensors[name]
             if isinstance(mean, IndexedSlices):
                 parameter.grad = gradient_of(mean, parameter.dtype)
             else:
@@ -76,22 +122,33 @@ class Gradients:
 
     def fill(self) -> frozenset[str]:
         """Set each ``grad`` that is None to zeros; return the names of these."""
-        lacks = [name for name, p in self._parameters.items() if p.grad is None]
+        lacks = [name for name, p in self.tensors.items() if p.grad is None]
         for name in lacks:
-            parameter = self._parameters[name].detach()
-            if self._variables[name].sparse:
+            parameter = self.tensors[name].detach()
+            if self.variables[name].sparse:
                 none = np.empty(0, np.int64)
                 rows = IndexedSlices(array_of(parameter[:0]), none, parameter.shape)
                 grad = gradient_of(rows, parameter.dtype)
             else:
                 grad = torch.zeros_like(parameter)
-            self._parameters[name].grad = grad
+            self.tensors[name].grad = grad
         return frozenset(lacks)
 
     def clear(self, names: Iterable[str] | None = None) -> None:
         """Set each ``grad``, or those of some names, to None."""
-        for name in self._parameters if names is None else names:
-            self._parameters[name].grad = None
+        for name in self.tensors if names is None else names:
+            self.tensors[name].grad = None
+
+
+def _check_same(name: str, now: Any, before: Any) -> None:
+    """Raise unless a parameter is like it was when the optimizer was wrapped."""
+    facts = [(tuple(each.shape), each.dtype, each.device) for each in (now, before)]
+    if facts[0] != facts[1]:
+        texts = [f"{dtype} of {shape} on {place}" for shape, dtype, place in facts]
+        raise InvalidArgumentError(
+            f"{name!r} has been replaced: it was {texts[1]} and is {texts[0]} now; "
+            f"convert a model before its optimizer is wrapped"
+        )
 
 
 def _hook(parameter: Any, call: Callable[[Any], None]) -> Any:
