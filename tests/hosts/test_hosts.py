@@ -27,7 +27,8 @@ TESTS = tuple(
     for name in ("plain_model", "schedules", "servers", "sparse_nodes")
 )
 SELECTED = (
-    "plain_model or (flat or hierarchical) and not (apart or uneven)"
+    "plain_model and (real or not as_one)"
+    " or (flat or hierarchical) and not (apart or uneven)"
     " and (means_equal_numpy or wire_format or sums_are_not_divided)"
     " or real and (of_one_step or applied_in_order or Adam or plain_formulas or behind)"
 )

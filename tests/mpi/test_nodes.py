@@ -181,7 +181,10 @@ def test_a_node_that_parameters_do_not_reach_is_named(group, rank, held, in_vain
             if rank == 0:
                 opt.minimize(gives(1.0))
             meet()
-            late = in_vain(internals.wait_for, opt, 1) if rank in last else ""
+            # Enough for the answer of the host, of which the message is made.
+            late = (
+                in_vain(internals.wait_for, opt, 1, seconds=0.5) if rank in last else ""
+            )
             here = [] if rank in last else [internals.wait_for(opt, 1)]
         way = f"step 1, on its way from {named(first)} to {named(last[0])}"
         assert late.endswith(f" s for {way}") or here
