@@ -251,7 +251,7 @@ def test_new_words_are_0_where_others_were_freed(comm, windows):
     others = words_of(group, 0, 1)
     for _ in range(1000):
         words = words_of(group, 0, 16)
-        # A late rank must not set the word to 0 again.
+        # No rank waits for the others. A late one must not set the word to 0 again.
         before = words.fetch_add(0, 1)
         assert 0 <= before < comm.size
         words.free()

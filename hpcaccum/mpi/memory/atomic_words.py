@@ -184,8 +184,9 @@ class WordWindow:
     a group keeps one for each rank that has words, until its communicators are freed.
 
     No word is used twice. So all words of a part are 0 at first, and no rank has to
-    wait for the others when it returns a part. All ranks of the group take words in the
-    same order. Making one, and freeing it, are collective.
+    wait for the others when it takes or returns a part. All ranks of the group take
+    words in the same order, and compare at times how many they have taken
+    (`Group.agree`). Making one, and freeing it, are collective.
     """
 
     def __init__(self, group: Group, root: int, count: int) -> None:
@@ -203,13 +204,10 @@ class WordWindow:
     def of(cls, group: Group, root: int, count: int) -> WordWindow:
         """Return a window on a rank with room for ``count`` words. Collective."""
         found = group.words.get(root)
-        taken = None if found is None else found.taken
-        # A constructor that has timed out leaves ranks that have taken different words.
-        agreed = {*group.allgather(taken, "taking words")} == {taken}
-        if found is not None and agreed and found.taken + count <= found._count:
+        if found is not None and found.taken + count <= found._count:
             return cast(WordWindow, found)
         made = group.words[root] = cls(group, root, max(count, _LEAST))
-        if found is not None and agreed:
+        if found is not None:
             found._full = True
             found._free_if_unused()
         return made

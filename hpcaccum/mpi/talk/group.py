@@ -209,8 +209,9 @@ class Group:
         except Exception as error:
             self.raise_together(what, error, call=call)
             raise
-        reports = self.raise_together(what, None, report, call)
-        self.compare(what, dict(enumerate(reports)))
+        reports = self.raise_together(what, None, (report, self._words_taken()), call)
+        self._compare_words([taken for _, taken in reports])
+        self.compare(what, dict(enumerate(each for each, _ in reports)))
         return checked
 
     def raise_together(
@@ -298,6 +299,28 @@ class Group:
         It is the same on all ranks if they make objects in the same order.
         """
         return f"{what} (number {next(self._numbers)})"
+
+    def _words_taken(self) -> list[dict[int, int]]:
+        """Return how many words are taken by root, of this group and of `inside`."""
+        return [
+            {root: window.taken for root, window in group.words.items()}
+            for group in self._with_inside()
+        ]
+
+    def _compare_words(self, taken: Sequence[list[dict[int, int]]]) -> None:
+        """Take no more words of windows if ranks have taken different ones.
+
+        A constructor that has timed out on some ranks leaves such ranks.
+        """
+        for level, group in enumerate(self._with_inside()):
+            ranks = self.node_ranks if level else range(self.size)
+            # A rank that has made no `inside` has taken none there.
+            found = [[*taken[rank], {}][level] for rank in ranks]
+            if any(each != found[0] for each in found):
+                group.words.clear()
+
+    def _with_inside(self) -> list[Group]:
+        return [self] if self._inside is None else [self, self._inside]
 
     def at_close(self, close: Callable[[], None]) -> None:
         """Have ``close`` called before the communicators are freed, or at the end.
