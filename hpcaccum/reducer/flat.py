@@ -6,10 +6,7 @@ from typing import Any
 
 from hpcaccum.device import current_stream
 from hpcaccum.mpi import MPI
-from hpcaccum.reducer.schedule import Call, Case, MessageSchedule, Plan
-
-# The most bytes of which a rank sends all in each message.
-_SMALL = 64 << 10
+from hpcaccum.reducer.schedule import Call, MessageSchedule, Plan
 
 
 class Flat(MessageSchedule):
@@ -45,11 +42,6 @@ class SmallFlat(MessageSchedule):
     """Messages between pairs of ranks, of data and signature together."""
 
     name = "flat"
-
-    @classmethod
-    def fits(cls, case: Case) -> bool:
-        """Whether the data are one bucket, and so small that latency takes the time."""
-        return case.nbytes <= min(_SMALL, case.bucket_bytes or _SMALL)
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan, sums=plan.layout.size)

@@ -12,16 +12,12 @@ import numpy as np
 from hpcaccum.device import copy_quietly
 from hpcaccum.dtypes import Array, accumulation_dtype
 from hpcaccum.mpi import MPI, duplicate, split
-from hpcaccum.reducer.schedule import Call, Case, MessageSchedule, Numbers, Plan
+from hpcaccum.reducer.schedule import Call, MessageSchedule, Numbers, Plan
 from hpcaccum.reducer.two_shot import NodeSum
 from hpcaccum.summation import add_in_order
 
 if TYPE_CHECKING:
     from mpi4py import MPI as mpi4py_MPI
-
-# Bytes below which the library's allreduce is faster, measured with two nodes of two
-# ranks.
-_LEAST_BYTES = 512 << 10
 
 
 class Hierarchical(MessageSchedule):
@@ -33,19 +29,6 @@ class Hierarchical(MessageSchedule):
 
     name = "hierarchical"
     takes_wire_dtype = True
-    fallback = "shared"
-
-    @classmethod
-    def fits(cls, case: Case) -> bool:
-        """Whether there is anything to do between nodes."""
-        return case.nodes > 1
-
-    @classmethod
-    def preferred(cls, case: Case) -> bool:
-        """If a node has several ranks and arrays are large; for ``wire_dtype``."""
-        # No other schedule between nodes takes a wire_dtype.
-        large = case.nodes < case.ranks and case.nbytes >= _LEAST_BYTES
-        return large or case.wire_dtype is not None
 
     def __init__(self, plan: Plan) -> None:
         group = plan.group

@@ -37,7 +37,6 @@ class Nccl(MessageSchedule):
     """
 
     name = "nccl"
-    needs_one_node = True
     device_only = True
     # NCCL cuts vectors into pieces of its own.
     default_bucket_bytes = 1 << 30

@@ -6,12 +6,9 @@ Each rank copies its arrays to shared memory, and then sums those of all ranks.
 from __future__ import annotations
 
 from hpcaccum.mpi import AtomicWords, NodeMemory, bits
-from hpcaccum.reducer.schedule import Call, Case, Plan, Schedule
+from hpcaccum.reducer.schedule import Call, Plan, Schedule
 from hpcaccum.reducer.staging import copy
 from hpcaccum.summation import Quiet, add_at_once
-
-# Bytes up to which it is faster that each rank sums everything.
-_MOST_BYTES = 32 << 10
 
 
 class OneShot(Schedule):
@@ -26,14 +23,8 @@ class OneShot(Schedule):
     """
 
     name = "shared"
-    needs_one_node = True
     takes_wire_dtype = True
     default_bucket_bytes = 2 << 20
-
-    @classmethod
-    def fits(cls, case: Case) -> bool:
-        """Whether the arrays are small; it has no buckets whose size could be set."""
-        return case.nbytes <= _MOST_BYTES and case.bucket_bytes is None
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)

@@ -191,7 +191,6 @@ class Schedule:
         device_only: Whether it reduces arrays on the device only, without MPI. It then
             overrides `reduce_device` and `check_usable`.
         default_bucket_bytes: What `bucket_bytes` returns, unless it is overridden.
-        fallback: Name of the schedule to use where this one does not fit.
         sent, arrays: This rank's arrays, flat and by name, of the layout's dtype.
         received, results: The reduced arrays, of the dtype of sums.
         window_bytes, result_bytes: Bytes of these in this rank's memory.
@@ -209,23 +208,11 @@ class Schedule:
     """
 
     name: ClassVar[str]
-    needs_one_node: ClassVar[bool] = False
     takes_wire_dtype: ClassVar[bool] = False
     takes_device_memory: ClassVar[bool] = False
     device_only: ClassVar[bool] = False
     default_bucket_bytes: ClassVar[int] = 8 << 20
-    fallback: ClassVar[str | None] = None
     failure: Exception | None = None
-
-    @classmethod
-    def fits(cls, case: Case) -> bool:
-        """Whether it can be used, beyond what the properties above demand."""
-        return True
-
-    @classmethod
-    def preferred(cls, case: Case) -> bool:
-        """Whether ``"auto"`` selects it, if it can be used."""
-        return not cls.device_only
 
     @classmethod
     def bucket_bytes(cls, case: Case) -> int:

@@ -24,7 +24,11 @@ RAISE, SHRINK = "raise", "shrink"
 # hash, as each rank gets the facts of every other.
 _NAMED = 16
 
-# In the order in which they are tried.
+# Bytes up to which each rank of a node sums everything; up to which a rank sends all
+# data in each message; from which nodes of several ranks first sum inside (measured on
+# two nodes of two ranks).
+_ONE_SHOT, _SMALL_FLAT, _HIERARCHICAL = 32 << 10, 64 << 10, 512 << 10
+
 SCHEDULES: list[type[Schedule]] = [
     OneShot,
     TwoShot,
@@ -147,31 +151,26 @@ def make(options: Options, group: Group, layout: Layout, wait: SpinWait) -> Sche
 
 def choose(schedule: str, case: Case) -> type[Schedule]:
     """Return the schedule to use."""
-    named = [s for s in SCHEDULES if s.name == schedule]
-    if schedule == AUTO:
-        named = [s for s in SCHEDULES if s.preferred(case)]
-    for each in named:
-        if _possible(each, case):
-            return each
-    for each in named:
-        if each.fallback is not None:
-            return choose(each.fallback, case)
-    if case.nodes > 1 and all(each.needs_one_node for each in named):
+    if case.nodes > 1 and schedule in (TwoShot.name, Nccl.name):
         raise InvalidArgumentError(
             f"schedule {schedule!r} needs all ranks on one node, they are on "
             f"{case.nodes}"
         )
-    raise InvalidArgumentError(f"schedule {schedule!r} cannot be used for {case}")
-
-
-def _possible(schedule: type[Schedule], case: Case) -> bool:
-    """Whether a schedule can be used, by the properties that it states."""
-    return (
-        (case.nodes == 1 or not schedule.needs_one_node)
-        and (case.wire_dtype is None or schedule.takes_wire_dtype)
-        and case.cuda_aware == schedule.takes_device_memory
-        and schedule.fits(case)
-    )
+    if schedule == Nccl.name:
+        return Nccl
+    if case.cuda_aware:
+        return Blocking
+    if case.nodes == 1 and schedule != Flat.name:
+        # It has no buckets.
+        small = case.nbytes <= _ONE_SHOT and case.bucket_bytes is None
+        return OneShot if small else TwoShot
+    large = case.nodes < case.ranks and case.nbytes >= _HIERARCHICAL
+    # No other one between nodes takes a wire_dtype.
+    best = schedule == AUTO and (large or case.wire_dtype is not None)
+    if best or schedule == Hierarchical.name:
+        return Hierarchical
+    small = case.nbytes <= min(_SMALL_FLAT, case.bucket_bytes or _SMALL_FLAT)
+    return SmallFlat if small else Flat
 
 
 def _names(schedules: Iterable[type[Schedule]]) -> list[str]:

@@ -222,7 +222,6 @@ class TwoShot(NodeSum):
     """
 
     name = "shared"
-    needs_one_node = True
     takes_wire_dtype = True
     default_bucket_bytes = 2 << 20
 

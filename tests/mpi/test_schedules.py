@@ -383,22 +383,26 @@ class Toy(MessageSchedule):
             self._gathering.clear()
 
 
-def test_another_schedule_is_used_by_its_name_or_if_it_is_preferred(comm, monkeypatch):
+@pytest.fixture
+def toy(monkeypatch):
+    choose = selection.choose
+    monkeypatch.setattr(selection, "SCHEDULES", [*selection.SCHEDULES, Toy])
+    monkeypatch.setattr(
+        selection,
+        "choose",
+        lambda name, case: Toy if name == "toy" else choose(name, case),
+    )
+
+
+def test_another_schedule_has_its_own_size_of_a_bucket(comm, toy):
     layout = Layout({"x": (3 * SMALL,)}, "float32")
-    monkeypatch.setattr(selection, "SCHEDULES", [Toy, *selection.SCHEDULES])
-    for options, preferred in (({"schedule": "toy"}, False), ({}, False), ({}, True)):
-        monkeypatch.setattr(Toy, "preferred", classmethod(lambda *_, p=preferred: p))
-        with Reducer(layout, comm, **options) as reducer:
-            found = reducer.statistics()
-            used = found.schedule == "toy"
-            assert used == bool(options or preferred)
-            # Its own default size of a bucket.
-            assert found.buckets == 6 or not used
+    with Reducer(layout, comm, schedule="toy") as reducer:
+        assert reducer.statistics().schedule == "toy"
+        assert reducer.statistics().buckets == 6
 
 
 @pytest.mark.parametrize("dtype", ["float64", ml_dtypes.bfloat16], ids=str)
-def test_its_means_equal_numpy_however_ranks_contribute(comm, dtype, monkeypatch):
-    monkeypatch.setattr(selection, "SCHEDULES", [*selection.SCHEDULES, Toy])
+def test_its_means_equal_numpy_however_ranks_contribute(comm, dtype, monkeypatch, toy):
     monkeypatch.setitem(OPTIONS, "toy", {"schedule": "toy", "bucket_bytes": SMALL})
     maker = Maker(comm, "toy")
     maker.nodes = [range(comm.size)]
