@@ -214,6 +214,15 @@ class _Arrays(DeviceCase):
             for name, array in arrays.items():
                 cupy.add(sums[name], array, out=sums[name])
 
+        def cupy_pack() -> None:
+            cupy.concatenate(list(arrays.values()), out=dense)
+
+        def check_packed() -> None:
+            # CuPy packs without the gaps of the layout.
+            cupy_pack()
+            check_same(sums, arrays)
+            check_same(dense, cupy.concatenate(list(arrays.values())))
+
         def cupy_unpack() -> None:
             for name, out in outs.items():
                 cupy.copyto(out, parts[name])
@@ -225,9 +234,8 @@ class _Arrays(DeviceCase):
             "pack",
             2 * share,
             lambda: table.pack(flat, arrays),
-            lambda: cupy.concatenate(list(arrays.values()), out=dense),
-            # CuPy packs without the gaps of the layout.
-            check=lambda: check_same(sums, arrays),
+            cupy_pack,
+            check=check_packed,
         )
         self._contest(
             "unpack",

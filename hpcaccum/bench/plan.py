@@ -40,6 +40,8 @@ _SLEEP = 5e-3
 _SIZES = (1 << 12, 1 << 22)
 # Steps that are measured, at least; those of the warm-up.
 _LEAST = 5
+# Seconds between two looks of a rank that does not take part.
+_NAP = 10e-3
 # Steps of the fit; what a cost is multiplied by to find its derivative; damping.
 _STEPS, _CHANGE, _DAMPING = 16, 1.1, 1e-3
 # Updates of a simulation.
@@ -124,10 +126,12 @@ def _measure(setting: Setting, seconds: float, group: Group) -> tuple[float, ...
     trains = group.rank < setting.ranks
     part = group.comm.Split(trains, group.rank)
     took = _train(setting, seconds, part) if trains else ()
-    # Others nap here. In a call of MPI they would take the cores of those that train.
-    found = group.allgather(took, "bench plan")
+    # Others would spin in MPI, and take the cores of those that train.
+    over = group.comm.Ibarrier()
+    while not over.Test():
+        time.sleep(_NAP)
     part.Free()
-    return found[0]
+    return group.comm.bcast(took)  # type: ignore[no-any-return]
 
 
 def _train(setting: Setting, seconds: float, comm: Any) -> tuple[float, ...]:

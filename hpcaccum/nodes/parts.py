@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -99,8 +100,11 @@ class NodeParts(Service):
         self._kept: dict[int, Array] = {}
         if self.mapped:
             return
-        agent = Agent.of(group)
-        self._words = AtomicWords(inside, 0, 3)
+        with contextlib.ExitStack() as undo:
+            self._words = AtomicWords(inside, 0, 3)
+            undo.callback(self._words.free)
+            agent = Agent.of(group)
+            undo.pop_all()
         # Whether the agent writes a result, which a rank may have given up meanwhile.
         self._collecting = False
         agent.add(self)

@@ -122,9 +122,8 @@ class AGNOptimizer(LocalSteps):
         optimizer: Makes the local updates and, on the host rank, those of the center.
         num_worker: Number of workers; accepted for compatibility, the communicator
             determines it.
-        custom_getter: Holds the variables, all of which `initialize` uses by default,
-            the communicator and the host rank. Without it, any variables can be used,
-            as with other optimizers.
+        custom_getter: Holds the variables, the communicator and the host rank. Without
+            it, any variables can be used, as with other optimizers.
         communication_period: T, at least 1.
         use_locking: Ignored.
         name: Name for messages.
@@ -184,6 +183,15 @@ class AGNOptimizer(LocalSteps):
         super().__init__(optimizer, name, check, place)
         self._getter = custom_getter
         self._share = self._period = self._options["communication_period"]
+
+    def initialize(self, var_list: Variables | None = None) -> None:
+        """Set the center and all ranks' variables to the host rank's. Collective.
+
+        Args:
+            var_list: Variables, of the getter if there is one; then all of them by
+                default.
+        """
+        super().initialize(var_list)
 
     def _check_start(self, var_list: Variables | None) -> list[Variable]:
         if var_list is None and self._getter is not None:
@@ -302,10 +310,14 @@ class AGNHook:
             raise InvalidArgumentError("call begin() first")
         self._init()
 
-    def before_run(self, *args: Any, **kwargs: Any) -> None:
+    def before_run(self, run_context: Any = None) -> None:
         """Do nothing."""
 
-    after_run = end = before_run
+    def after_run(self, run_context: Any = None, run_values: Any = None) -> None:
+        """Do nothing."""
+
+    def end(self, session: Any = None) -> None:
+        """Do nothing."""
 
 
 class SummedRows:

@@ -184,7 +184,7 @@ class OneSidedOptimizer(Wrapper):
             *here, max_lag=self._max_lag, workers=workers, factors=factors, what=what
         )
 
-    def initialize(self, var_list: Variables | None = None) -> None:
+    def initialize(self, var_list: Variables | None) -> None:
         """Set the center and all ranks' variables to the host rank's. Collective.
 
         The first `compute_gradients` calls it if the user does not. A second call has

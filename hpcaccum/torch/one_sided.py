@@ -57,10 +57,12 @@ class OneSided(Adapter):
             first is the host. Each holds whole parameters, and a copy of the torch
             optimizer for them, which must update each parameter independently of the
             others, as all of `torch.optim` do.
-        sparse: As for `CrossShard`. This needs one server, and an optimizer that
-            changes no other rows: `SparseAdam`, `SGD` without momentum and weight
-            decay, or `Adagrad` without weight decay. Do not change such parameters in
-            other ways.
+        sparse: The parameters whose gradients are sparse, such as the weights of
+            `torch.nn.Embedding(sparse=True)`; the same on all ranks. Only the rows of
+            these gradients are sent, updated and pulled. This needs one server, and an
+            optimizer that changes no other rows: `SparseAdam`, `SGD` without momentum
+            and weight decay, or `Adagrad` without weight decay. Do not change such
+            parameters in other ways.
         capacity: Maximum number of different rows in one such gradient; by default all
             rows. The server allocates memory for this number of rows for each rank.
     """

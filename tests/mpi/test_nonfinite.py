@@ -10,7 +10,7 @@ from hpcaccum import Reduction
 
 from ..common import check_error
 from .acting import at, meet
-from .training import ONE_SIDED, WRAPPERS, gives, raised, started, variable
+from .training import ONE_SIDED, WRAPPERS, diloco, gives, raised, started, variable
 
 pytestmark = pytest.mark.any_size
 
@@ -172,10 +172,11 @@ def test_a_dropped_gradient_does_not_count_in_the_period(comm, rank, size):
 
 
 @pytest.mark.ranks(min=2)
-def test_a_dropped_gradient_keeps_the_local_steps(comm, rank):
+@pytest.mark.parametrize("make", [ONE_SIDED["AGN"], diloco])
+def test_a_dropped_gradient_keeps_the_local_steps(comm, make):
     w = variable(np.zeros(3))
-    with ONE_SIDED["AGN"](hpc.SGD(1.0), [w], comm, on_nonfinite="drop") as opt:
-        opt.initialize()
+    made = make(hpc.SGD(1.0), [w], comm, on_nonfinite="drop")
+    with started(made, [w]) as opt:
         at(-1, opt.minimize, gives(np.ones(3)))
         for _ in range(2):
             at(0, opt.minimize, gives(np.full(3, 5.0)))  # the second pushes

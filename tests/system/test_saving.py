@@ -91,6 +91,8 @@ def test_a_job_of_fewer_ranks_continues(train, tmp_path):
     table = [line.split() for line in shown.splitlines()]
     counts = str(tally["accepted"][1]), str(tally["dropped"][1])
     assert ["1", *counts, "0.00", "s"] in table
+    assert "epoch 3 of 3" in shown
+    assert "epoch 1 of 3" not in shown
     assert last(tmp_path)["step"] == 68
 
 
