@@ -87,7 +87,8 @@ def test_rank_that_is_missing_in_an_exchange_is_named(
     if which == "first":
         missing, text = 0, "rank 0 to answer"
     meet()  # the limit is not for what comes before
-    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN))
+    # A long message takes its time if other jobs share the cores.
+    monkeypatch.setenv("HPCACCUM_TIMEOUT", str(VAIN if length == 1 else 10 * VAIN))
     if rank != missing:
         with pytest.raises(hpc.WaitTimeoutError, match=f"dinner: .* {text}"):
             group.allgather(value, "dinner")
