@@ -304,7 +304,7 @@ def _new(place: Path) -> tuple[Path, Path]:
         try:
             folder.mkdir()
         except FileExistsError:
-            # Of a signal handler, or another thread, that saves meanwhile.
+            # A signal handler or another thread has saved meanwhile.
             continue
         if not path.exists():
             return folder, path

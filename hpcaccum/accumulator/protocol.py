@@ -209,7 +209,7 @@ class AdmissionProtocol:
         """
         self.membership.check_counts(rank)
         if admitted.receipt is not None:
-            # First: a gradient that was taken is in the counts.
+            # Before its record, so that a gradient that was taken is in the counts.
             self.counters.count(rank, True, admitted.receipt.lag)
         memory, index = self.words.memory, admitted.parity * self._size + rank
         record, word = admitted.record, 0

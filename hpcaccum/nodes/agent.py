@@ -135,7 +135,7 @@ class Agent:
         self.waiting = Waiting(blocks=self.is_leader)
         # By node, requests of this rank that its agent may not have received yet.
         self._sent: list[list[Any]] = [[] for _ in self.leaders]
-        # Of each service, how many requests this rank has sent.
+        # How many requests this rank has sent to each service.
         self._requests: Counter[int] = Counter()
         # Several threads send requests.
         self._lock = threading.RLock()
@@ -259,7 +259,7 @@ class Agent:
         """Send a request to a service of the agent of a node; do not wait."""
         message, to = (number, *request), self.leaders[node]
         with self._lock:
-            # First: `remove` must count what is sent.
+            # Before it is sent: `remove` must count it.
             self._requests[number] += 1
         if to == self._group.rank:
             self._own.append(message)

@@ -98,7 +98,7 @@ class Calls(Service):
         # Its node may soon have to send what the call is about.
         self.agent.wake()
         number = next(self._numbers)
-        # First: another thread may receive the answer.
+        # Before the question is sent: another thread may receive the answer.
         call = self._open[number] = Call(self)
         call.sent = self.agent.ask(self._leader, self.number, number, *question)
         return call

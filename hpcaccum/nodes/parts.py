@@ -92,11 +92,11 @@ class NodeParts(Service):
         self.nbytes_here = nbytes + common * (inside.rank == 0)
         memory = NodeMemory(inside, [nbytes] * inside.size, common, stripes)
         self._parts = dict(zip(ranks, memory.parts, strict=True))
-        # Of the last sum; of the whole node.
+        # The last sum, in memory of the whole node.
         self._result = memory.common
         self.sends_short = not self.mapped
         self.narrowing: Narrowing | None = None
-        # Of ranks on other nodes, on a leader: copies of what is in their parts.
+        # On a leader: copies of what is in the parts of ranks on other nodes.
         self._kept: dict[int, Array] = {}
         if self.mapped:
             return
@@ -165,7 +165,7 @@ class NodeParts(Service):
             return self._sum_here(here, count, dtype, divisor)
         words = self._words
         number = words.read(_ASKED) + 1
-        # First: the agent begins no earlier sum, which was given up, from now on.
+        # From now on, the agent begins no earlier sum, which was given up.
         words.write(_ASKED, number)
         order = number, list(places), count, dtype.str, divisor, {*copied}
         self.tell([self.agent.node], "collect", *order)

@@ -282,9 +282,9 @@ class CrossShardOptimizer(Wrapper):
         # Other ranks may still read what the loss writes to.
         shard.check_usable()
         self._parts = len(shard.present)
-        # First: a rank whose loss raises, and that goes on, is a call ahead. If only
-        # those that succeed were counted, the others would learn of it at the end, when
-        # they wait for a call that this rank never makes.
+        # Before the loss: a rank whose loss raises, and that goes on, is a call ahead.
+        # If only calls that succeed were counted, the others would learn of it at the
+        # end, when they wait for a call that this rank never makes.
         shard.computed += 1
         whole, inside = self._is_whole_step(), self._in_minimize
         # The loss may compute other gradients, which are not those of `minimize`.

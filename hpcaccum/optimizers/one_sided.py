@@ -158,7 +158,7 @@ class OneSidedOptimizer(Wrapper):
         # Without a quorum, each gradient is an update if its lag is not larger.
         most = self._options.get("staleness")
         self._max_lag: float = math.inf if most is None else most
-        # Of late gradients; with a quorum, those later than a step are dropped.
+        # What multiplies late gradients. With a quorum, only one step late is accepted.
         self._factors: Factors | None = self._options.get("lateness")
 
     def __repr__(self) -> str:

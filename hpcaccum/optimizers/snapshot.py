@@ -18,7 +18,7 @@ from hpcaccum.server import check_first_step
 # Name of each slot to its initial value, or to an array with it.
 Slots = Mapping[str, float] | Mapping[str, Array]
 
-# Of a variable: names of slots to arrays, and of counts to integers.
+# Maps names of slots of a variable to arrays, and those of counts to integers.
 Parts = Mapping[str, Any]
 # Names of a variable and of a part of its state.
 Key = tuple[str, str]

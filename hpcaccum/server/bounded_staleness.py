@@ -182,7 +182,7 @@ class BoundedStalenessInbox:
             if contents is not None:
                 self.parts.keep(Place(rank, 0), contents)
                 whose |= _COPIED
-        # First: a gradient that was applied is in the counts.
+        # Before it is in the queue: a gradient that was applied is in the counts.
         self.counters.count(rank, receipt.accepted, receipt.lag)
         if receipt:
             # The store of the word orders it after all stores to the buffer.

@@ -93,7 +93,7 @@ class Client(Freeable):
         self._transfer: Transfer | None = None
         # The step of the last pull.
         self._pulled = 0
-        # Of each sparse variable: which changes its array has from its last pull. The
+        # Which changes the array of each sparse variable has from its last pull. The
         # entry is missing during a pull, when the array may have some of the next ones.
         self._has: dict[str, int] = {}
         # What was assigned last is in this version, and in newer ones.

@@ -95,7 +95,7 @@ class WireFormat:
     ) -> None:
         """Copy gradients to their places in a vector, unless they lie there already."""
         views, present = self.gradient_views(flat)
-        # First: the values of rows may lie in the places of arrays.
+        # Before the arrays are written: the values of rows may lie in their places.
         rows: Mapping[str, Any] = grads
         for place in self.rows:
             place.write(flat, rows.get(place.name))

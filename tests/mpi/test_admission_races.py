@@ -135,7 +135,7 @@ def test_nobody_asks_for_a_short_gradient(group, counts, rank, size, length, lon
     acc = ConditionalAccumulator("float32", (length,), comm=group)
     count_messages(group, counts)
     asks = 0 if length * 4 <= LONGEST else len(group.nodes) - 1
-    # Of another node than the host's.
+    # The leader of another node than the host's.
     base, leader = np.arange(length, dtype=np.float32), group.nodes[-1][0]
 
     def apply(step, times):

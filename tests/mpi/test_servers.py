@@ -65,7 +65,7 @@ def compare(one, other):
             same_bits(left, right)
 
 
-# Of call 1 no rank has the vector's gradient; of call 2, rank 0 lacks the matrix's.
+# No rank has the vector's gradient in call 1; rank 0 lacks the matrix's in call 2.
 LACKING = {
     "dtypes": (np.float16, np.float32, np.float64),
     "lacks": [(1, 2, range(9)), (2, 0, [0])],

@@ -121,7 +121,7 @@ def test_file_of_all_strategies(traced, comm):
     updates = Counter(
         event["args"]["step"] for event in events(file) if event["cat"] == _UPDATE
     )
-    # Of three strategies; drop-stale makes one for each gradient.
+    # Three strategies make them; drop-stale makes one for each gradient.
     assert updates[1] == 3
     assert set(updates) == set(range(1, 4 * comm.size + 1))
     assert {f"rank {rank}" for rank in range(comm.size)} <= ranks

@@ -323,7 +323,7 @@ def test_sparse_conditional_accumulator(cp, dtype, rows):
         for _ in range(2):
             assert acc.apply_grad(rows, cp.zeros((2, 3), dtype))
         indices = cp.asarray(np.array(rows))
-        # Of int64: others are converted by a kernel, and this driver runs none.
+        # They are int64: others are converted by a kernel, and this driver runs none.
         assert acc.apply_grad(indices, cp.zeros((2, 3), dtype))
         indices, values, _ = acc.take_grad(3, timeout=10, on_device=True)
         assert values.dtype == dtype

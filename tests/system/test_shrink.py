@@ -33,7 +33,7 @@ def die():
 
 def act(moment, args):
     if when == "half" and moment == "before" and armed:
-        # Of a sum: the place of the result.
+        # The first array of a sum is the place of the result.
         next(a for a in args if isinstance(a, np.ndarray))[:3] = np.nan
         die()
     if moment == when:

@@ -391,7 +391,7 @@ def test_a_learning_rate_may_depend_on_the_step():
     opt.apply_gradients([(1.0, b), (None, a)])
     opt.apply_gradients([(1.0, b), (4.0, a)])
 
-    # Of the variable that had most updates; b had one when it was alone.
+    # The step of the variable that had most updates; b had one when it was alone.
     assert seen == [2, 1, 3]
     assert a.value == -2 - 1 - 0.5
     assert b.value == -0.25 - 0.5 - 0.125
